@@ -6,6 +6,15 @@ from abc import ABC, abstractmethod
 from html import escape
 
 
+def seconds_in_words(seconds: float) -> str:
+    """Say seconds to a tenth, or short ones by two digits.
+
+    >>> [seconds_in_words(seconds) for seconds in (1234.56, 0.0374, 0.0)]
+    ['1,234.6', '0.037', '0.0']
+    """
+    return f"{seconds:,.1f}" if seconds >= 1 or seconds == 0 else f"{seconds:.2g}"
+
+
 class Figures(ABC):
     """A base of figures that are said in words, each in one place."""
 

@@ -1,10 +1,11 @@
-"""The search for the best split of devices, against all splits simulated: twelve cases by the clock.
+"""The search for the best split of devices, against all splits simulated: fifteen cases by the clock.
 
-    python benchmarks/clock/splits.py [--jobs N]
+    python benchmarks/clock/splits.py [--jobs N] [--model M]
 
-Three workloads, two models, two offers of devices. Each split is simulated, and the search chooses; what it chose is
-compared with the best of all. Lengths are not known to the scheduler. It needs the traces in $LLMBATCH_TRACES, and
-writes docs/results/splits.json.
+Three workloads, two models, two offers of devices; and a mixture on devices whose host is described. Each split is
+simulated, and the search chooses; what it chose is compared with the best of all. Lengths are not known to the
+scheduler. It needs the traces in $LLMBATCH_TRACES, and writes docs/results/splits.json; cases of other models than M
+stay in it as they are.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ import numpy as np
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Scheduling, Workload
-from llmbatch.simulation.search import search
+from llmbatch.simulation.search import SearchedSplit, search
 from llmbatch.simulation.simulator import MAX_RUNNING
-from llmbatch.simulation.splits import Offer, splits_of
+from llmbatch.simulation.splits import Offer, host_of, splits_of
 from llmbatch.simulation.traces import read_traces
 
 WORKLOADS = {"conversations": ("azure2023_conv", 4000), "videos": ("video_panda70m", 256), "reasoning": (None, 256)}
 MODELS = ("llama-3-8b", "llama-3-70b")
 OFFERS = ({"h100": 8, "l40s": 8}, {"a100-80gb": 4, "h20": 8})
+MIXTURE = ("mixtral-8x7b", {"a5000": 4, "a6000": 4}, {"memory": 1e12})
 MOST_TOKENS = 32_768  # of an answer
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "splits.json"
 
@@ -41,6 +43,7 @@ class Case(NamedTuple):
     workload: str
     model: str
     devices: dict[str, int]
+    host: dict[str, float] | None = None
 
 
 def rows_of(name: str) -> tuple[Workload, Any]:
@@ -59,28 +62,33 @@ def rows_of(name: str) -> tuple[Workload, Any]:
     return Workload(tree, zeros + np.int32(MOST_TOKENS), zeros, zeros), output
 
 
+def named(split: SearchedSplit) -> str:
+    """Its devices, and what lies in their host's memory."""
+    held = {"resident": "", "host": ", weights in the host's memory"}[split.weights]
+    return f"{split.data_parallel} x {split.tensor_parallel} {split.device}{held}{', KV too' * (split.kv == 'host')}"
+
+
 def run(case: Case) -> dict[str, Any]:
     """All splits, and what the search makes of them."""
     workload, output = rows_of(case.workload)
-    splits, scheduling = (
-        splits_of(Offer.all_of(case.devices), find_shape(case.model)),
-        Scheduling(max_running=MAX_RUNNING),
-    )
+    host = None if case.host is None else host_of(case.host)
+    splits = splits_of(Offer.all_of(case.devices), find_shape(case.model), host)
+    scheduling = Scheduling(max_running=MAX_RUNNING)
     begun = time.perf_counter()
     found = search(workload, output, splits, scheduling)
     seconds = time.perf_counter() - begun
-    held = {(one.device, one.tensor_parallel) for one in found}
+    held = {(one.device, one.tensor_parallel, one.weights, one.kv) for one in found}
     every = {}
     for split in splits:
-        if (split.offer.hardware.name, split.tensor_parallel) not in held:
+        if (split.offer.hardware.name, split.tensor_parallel, split.weights, split.kv) not in held:
             continue  # its copies have no room for the longest row
         (one,) = search(workload, output, [split], scheduling)
-        every[f"{one.data_parallel} x {one.tensor_parallel} {one.device}"] = one.seconds
+        every[named(one)] = one.seconds
     best = found[0]
     assert best.seconds is not None, "the first is simulated"
     return {
         **case._asdict(),
-        "chosen": f"{best.data_parallel} x {best.tensor_parallel} {best.device}",
+        "chosen": named(best),
         "over_best": best.seconds / min(taken for taken in every.values() if taken is not None),
         "binding": best.binding,
         "seconds": every,
@@ -93,9 +101,13 @@ def main() -> None:
     """Run the cases, print a line each, and write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--model", choices=(*MODELS, MIXTURE[0]))
     options = parser.parse_args()
-    found = []
-    cases = [Case(*each) for each in product(WORKLOADS, MODELS, OFFERS)]
+    every_case = [Case(*each) for each in product(WORKLOADS, MODELS, OFFERS)]
+    every_case += [Case(workload, *MIXTURE) for workload in WORKLOADS]
+    cases = [case for case in every_case if options.model in (None, case.model)]
+    kept = json.loads(RESULTS.read_text()) if options.model else []
+    found = [one for one in kept if one["model"] != options.model]
     with ProcessPoolExecutor(options.jobs) as pool:
         for one in pool.map(run, cases):
             found.append(one)

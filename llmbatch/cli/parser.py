@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NoReturn, Protocol, get_args, get_origin
 
 from llmbatch.arguments import nearest
 from llmbatch.choices import Keyword, keywords_of
-from llmbatch.cli.values import counts, json_object, number, number_of_bytes, prices, seconds, whole_number
+from llmbatch.cli.values import counts, json_object, number, number_of_bytes, prices, seconds, sizes, whole_number
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs, SearchArgs
@@ -23,6 +23,7 @@ _FORMS: Final = {
     "SECONDS": seconds,
     "NAME:N,...": counts,
     "NAME=D,...": prices,
+    "NAME=SIZE,...": sizes,
 }
 _NUMBERS: Final = {int: whole_number, float: number}
 _GRACE: Final = 20.0  # seconds

@@ -44,6 +44,16 @@ def prices(text: str) -> dict[str, float]:
         ) from None
 
 
+def sizes(text: str) -> dict[str, float]:
+    """Parse sizes by name: memory=1TB,bandwidth=200GB."""
+    try:
+        return _by_name(text, "=", lambda size: float(number_of_bytes(size)))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            f"must be sizes by name, each name once, such as memory=1TB,bandwidth=200GB, got {text!r}"
+        ) from None
+
+
 def _by_name(text: str, sign: str, parse: Callable[[str], T]) -> dict[str, T]:
     """Parse values by name. Raises ValueError, also for a name that comes twice."""
     pairs = [(name.strip(), parse(value)) for name, value in (each.split(sign) for each in text.split(","))]

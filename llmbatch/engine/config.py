@@ -75,3 +75,8 @@ class EngineConfig:
         for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens", "weights_memory"):
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))
+
+    @property
+    def host_may_attend(self) -> bool:
+        """Whether `kv` could be host, and is not."""
+        return self.kv == "device" and self.dtype != "float16" and self.kv_cache_dtype != "fp8"

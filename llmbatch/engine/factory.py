@@ -152,7 +152,7 @@ def prepare(
     if loaded.device.type != "cuda":
         if streamed is not None:
             cost = streamed_cost("link", cost_model(platform, model, config), streamed)
-            return _streamed_to_a_device(pool, cost, streamed, attention, notes)
+            return EngineFactory(pool, cost, attention, notes=(*notes, *_of_link(pool, cost, streamed, config)))
         return EngineFactory(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
     from llmbatch.engine.gpu.graphs.mixed import mixed_sizes
@@ -173,7 +173,7 @@ def prepare(
     whole = Pool.of(memory, size, each, most=model.context_length, **kept)
     chosen = whole if config.kv_memory is None else pool
     if streamed is not None:
-        return _streamed_to_a_device(chosen, ceilings, streamed, attention, notes)
+        return EngineFactory(chosen, ceilings, attention, notes=(*notes, *_of_link(chosen, ceilings, streamed, config)))
     records = room.unrecorded is None
     uncalibrated = EngineFactory(whole, ceilings, attention, records=records, mixed=mixed, max_running=rows)
     calibration, found_notes = _calibration(uncalibrated, loaded, store_of(platform, model, config))
@@ -191,17 +191,14 @@ def _on_the_host(
     return EngineFactory(
         pool,
         streamed_cost("disk", cost, streamed),
-        notes=streaming_notes("disk", pool.tokens, cost, streamed, kv="device"),
+        notes=streaming_notes("disk", pool.tokens, cost, streamed),
         keeps_rates=False,
     )
 
 
-def _streamed_to_a_device(
-    pool: Pool, cost: CostModel, streamed: StreamedWeights, attention: PagedAttention, notes: tuple[str, ...]
-) -> EngineFactory:
-    """Return the factory of a device whose layers come from its host; it is not calibrated, since the link binds."""
-    said = streaming_notes("link", pool.tokens, cost, streamed, kv="device")
-    return EngineFactory(pool, cost, attention, notes=(*notes, *said))
+def _of_link(pool: Pool, cost: CostModel, streamed: StreamedWeights, config: EngineConfig) -> tuple[str, ...]:
+    """Say what comes over the link; a device whose layers do is not calibrated, since the link binds."""
+    return streaming_notes("link", pool.tokens, cost, streamed, host_may_attend=config.host_may_attend)
 
 
 def _attended_on_the_host(cost: CostModel, loaded: LoadedModel, scheduling: Scheduling, pool: Pool) -> EngineFactory:
@@ -210,7 +207,7 @@ def _attended_on_the_host(cost: CostModel, loaded: LoadedModel, scheduling: Sche
         f"keys and values lie in the host's memory, which holds {pool.tokens:,} tokens of them: its processor attends",
     )
     if loaded.streamed is not None:
-        notes = (*notes, *streaming_notes("link", pool.tokens, cost, loaded.streamed, kv="host"))
+        notes = (*notes, *streaming_notes("link", pool.tokens, cost, loaded.streamed))
         cost = streamed_cost("link", cost, loaded.streamed)
     rows = scheduling.max_running
     tokens = max(scheduling.step_tokens or min(most_tokens(cost.rates), _MOST_STREAMED), rows)
@@ -223,7 +220,7 @@ def _attended_on_the_host(cost: CostModel, loaded: LoadedModel, scheduling: Sche
             return replace(factory, pool=Pool(pages, pool.page_size)).engine(loaded, None, None)
 
         # The host would take minutes for prompts of all these tokens.
-        check_room(loaded.device, make, tokens=tokens, rows=max(rows, tokens // 512), page_size=pool.page_size)
+        check_room(loaded, make, tokens=tokens, rows=max(rows, tokens // 512), page_size=pool.page_size)
     return factory
 
 

@@ -14,7 +14,7 @@ from llmbatch.io.reading.dataset import Dataset
 from llmbatch.jobs.options import DatasetArgs
 from llmbatch.openai.answers import FORM
 from llmbatch.openai.requests import BODY, TEXTS, BatchLines
-from llmbatch.simulation.splits import Offer
+from llmbatch.simulation.splits import Offer, Offered, host_of
 
 _PROMPTS = ("prompt", "template", "messages", "turns")  # of which rows need one
 
@@ -63,18 +63,22 @@ class Command:
         return FORM if asked == "openai" or (asked == "auto" and self.is_batch and as_lines) else None
 
 
-def offers_of(
-    *, search: bool = False, devices: Mapping[str, int] | None = None, price: Mapping[str, float] | None = None
-) -> tuple[Offer, ...]:
-    """Read the devices that are offered for a search; none where none is asked for. Raises ParameterError."""
+def offered_of(
+    *,
+    search: bool = False,
+    devices: Mapping[str, int] | None = None,
+    price: Mapping[str, float] | None = None,
+    device_host: Mapping[str, float] | None = None,
+) -> Offered | None:
+    """Read what is offered for a search; None where none is asked for. Raises ParameterError."""
     if not flag("search", search):
-        for name, value in (("devices", devices), ("price", price)):
+        for name, value in (("devices", devices), ("price", price), ("device_host", device_host)):
             if value:
                 raise ParameterError(f"{name} must be given with search: add search=True (--search)", option=name)
-        return ()
+        return None
     if not devices:
         raise ParameterError(
             "devices must be given with search, got none: name them, as in {'h100': 8} (--devices h100:8)",
             option="devices",
         )
-    return Offer.all_of(devices, price)
+    return Offered(Offer.all_of(devices, price), None if device_host is None else host_of(device_host))

@@ -14,7 +14,6 @@ as the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
-from llmbatch.figures import Figures
+from llmbatch.figures import Figures, seconds_in_words
 from llmbatch.inference.options import Options
 from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.worker import Worker
@@ -41,7 +40,7 @@ from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.simulation.search import MOST_SIMULATED, SearchedSplit, search
-from llmbatch.simulation.splits import Offer, splits_of
+from llmbatch.simulation.splits import Offered, splits_of
 
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %
 _ON_DEVICES = 2048  # rows in flight of a copy, as jobs on a GPU have by default
@@ -120,12 +119,13 @@ class Forecast(Figures):
             ),
             ("order", f"{self.order}: {self.reason}"),
         ]
-        bounds = f"between {self.seconds_least:,.1f} and {self.seconds_most:,.1f}"
+        bounds = f"between {seconds_in_words(self.seconds_least)} and {seconds_in_words(self.seconds_most)}"
         if self.seconds is not None and self.input_order_seconds is not None:
             times = f"{self.input_order_seconds / self.seconds:.2f} x"
+            seconds, input_order = seconds_in_words(self.seconds), seconds_in_words(self.input_order_seconds)
             said += [
-                ("time", f"{self.seconds:,.1f} s expected on {self.hardware}, {bounds}"),
-                ("order buys", f"{times} over the input's order ({self.input_order_seconds:,.1f} s)"),
+                ("time", f"{seconds} s expected on {self.hardware}, {bounds}"),
+                ("order buys", f"{times} over the input's order ({input_order} s)"),
             ]
         else:
             unknown = f"more than {MOST_SIMULATED:,} requests are not simulated"
@@ -139,14 +139,14 @@ Forecast.__module__ = "llmbatch"  # which it is imported from
 
 
 def forecast_rows(
-    worker: TableWorker, table: pa.Table, offers: Sequence[Offer] = (), *, times: float = 1.0
+    worker: TableWorker, table: pa.Table, offered: Offered | None = None, *, times: float = 1.0
 ) -> Forecast:
     """Forecast answering the rows of a table, by the endpoints of a worker that has no engine here.
 
     Of devices that are offered the best split is searched, for a job of `times` as many rows.
     """
     figures = worker.forecast_elsewhere(table)
-    if figures is not None and offers:
+    if figures is not None and offered:
         raise ParameterError(
             "search must lay the model on devices, got endpoints too: leave out beside (--beside)", option="search"
         )
@@ -155,19 +155,19 @@ def forecast_rows(
     assert isinstance(worker, Worker), "other workers forecast elsewhere"
     shard = worker.shard(table)
     found = forecast(worker.options, shard, worker.pool, worker.cost, worker.scheduling, worker.notes)
-    if not offers:
+    if offered is None:
         return found
     # By default in 16 bits, as devices have it, whatever it is here.
     auto = worker.options.dtype == "auto"
     shape = ModelShape.from_config(worker.model.config, 2) if auto else worker.cost.shape
-    return replace(found, splits=_search(shard.requests, offers, shape, worker.scheduling, times))
+    return replace(found, splits=_search(shard.requests, offered, shape, worker.scheduling, times))
 
 
 def _search(
-    requests: RequestBatch, offers: Sequence[Offer], shape: ModelShape, scheduling: Scheduling, times: float
+    requests: RequestBatch, offered: Offered, shape: ModelShape, scheduling: Scheduling, times: float
 ) -> tuple[SearchedSplit, ...]:
     """Search for the best split of devices for requests, whose lengths are drawn from what is believed."""
-    splits = splits_of(offers, shape)
+    splits = splits_of(offered.devices, shape, offered.host)
     workload = Workload.of(requests)
     rng, everything = np.random.default_rng(scheduling.seed), np.arange(len(requests), dtype=np.int32)
     drawn = np.minimum(workload.length_model().draw(everything, rng), requests.max_tokens).astype(np.int32)

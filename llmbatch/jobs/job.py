@@ -27,7 +27,7 @@ from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.begun_tokens import BegunTokens
-from llmbatch.jobs.command import Command, offers_of
+from llmbatch.jobs.command import Command, offered_of
 from llmbatch.jobs.fingerprint import fingerprint
 from llmbatch.jobs.forecast import Forecast, compare, forecast_rows, spread_rows
 from llmbatch.jobs.job_windows import JobWindows
@@ -302,7 +302,8 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
 
     Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so. With `beside`,
     endpoints of llmbatch forecast, each beside the guests that it has had in the last hour. With `search` the best
-    split of `devices` is found by the clock: how many share the model, and how many copies run.
+    split of `devices` is found by the clock: how many share the model, how many copies run, and where weights and KV
+    lie if the memory of their `device_host` is said.
 
     Raises `InputError` like `run`.
 
@@ -312,7 +313,7 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     """
     check_names(options, ExplainArgs.__annotations__)
     given: dict[str, Any] = {**options}
-    offers = offers_of(**{name: given.pop(name) for name in SearchArgs.__annotations__ if name in given})
+    offered = offered_of(**{name: given.pop(name) for name in SearchArgs.__annotations__ if name in given})
     command = Command.read(inputs, given)
     built, source = command.options, command.source
     worker = open_worker(built)
@@ -320,7 +321,7 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     rows = source.num_rows
     most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)
     table = source.read() if rows <= most else spread_rows(source, min(most, MOST_SIMULATED))
-    found = forecast_rows(worker, table, offers, times=1.0 if rows <= most else rows / max(1, table.num_rows))
+    found = forecast_rows(worker, table, offered, times=1.0 if rows <= most else rows / max(1, table.num_rows))
     return found if rows <= most else found.scaled(rows)
 
 

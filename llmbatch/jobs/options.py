@@ -120,6 +120,15 @@ class SearchArgs(TypedDict, total=False):
         Mapping[str, float] | None,
         Keyword("dollars an hour of one of each kind; the best split is the cheapest then", metavar="NAME=D,..."),
     ]
+    device_host: Annotated[
+        Mapping[str, float] | None,
+        Keyword(
+            "what the devices of a kind share: memory in bytes, bandwidth in bytes/s, compute in FLOP/s, as in "
+            "memory=1TB,bandwidth=200GB,compute=1e12; KV may lie there",
+            means="room for weights alone",
+            metavar="NAME=SIZE,...",
+        ),
+    ]
 
 
 class DatasetArgs(OptionArgs, InputArgs, total=False):

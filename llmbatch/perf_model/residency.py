@@ -67,11 +67,9 @@ def blocks_of(shape: ModelShape, *, is_host: bool) -> WeightBlocks:
 
     A processor packs the head of a model, and keeps the embedding as well that it was tied to.
     """
-    layers = bytes_of_layers(shape)
-    beside = shape.weight_bytes - layers
+    layers, beside = bytes_of_layers(shape), shape.bytes_around
     if is_host:
-        head = shape.head_params * shape.weight_bytes / shape.params_total
-        beside += head if beside < 2 * head else 0.0
+        beside += shape.head_bytes if beside < 2 * shape.head_bytes else 0.0
     if shape.expert_bytes and is_host:
         count = shape.experts * shape.layers
         return WeightBlocks(count, shape.expert_bytes / count, beside + layers - shape.expert_bytes)
@@ -80,8 +78,7 @@ def blocks_of(shape: ModelShape, *, is_host: bool) -> WeightBlocks:
 
 def bytes_of_layers(shape: ModelShape) -> float:
     """Return the bytes of the matrices of all layers, experts among them."""
-    active = shape.weight_bytes * shape.params / shape.params_total
-    return active + shape.expert_bytes * (1.0 - shape.experts_chosen / max(shape.experts, 1))
+    return shape.weight_bytes - shape.bytes_around
 
 
 def with_streamed_weights(cost: CostModel, streamed_bytes: float, bytes_per_second: float) -> CostModel:

@@ -18,7 +18,9 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.choices import KVPlace
 from llmbatch.errors import ParameterError
+from llmbatch.figures import seconds_in_words
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.planning.workload import Fit, Scheduling, Workload, split_for, work_of
@@ -36,6 +38,7 @@ class SearchedSplit:
     tensor_parallel: int
     data_parallel: int
     weights: Literal["resident", "host"]  # host: they come from its memory
+    kv: KVPlace  # host: it holds keys and values, and attends
     seconds: float | None  # simulated; None where its bound was enough
     seconds_least: float  # by the bound
     dollars: float | None  # of these seconds, simulated or least; None without a price
@@ -45,10 +48,12 @@ class SearchedSplit:
     def in_words(self) -> str:
         """The split in a line."""
         copies = f"{self.data_parallel} x " if self.data_parallel > 1 else ""
-        seconds = f"{self.seconds:,.1f} s" if self.seconds is not None else f"at least {self.seconds_least:,.1f} s"
+        least = f"at least {seconds_in_words(self.seconds_least)} s"
+        seconds = least if self.seconds is None else f"{seconds_in_words(self.seconds)} s"
         cents = "" if self.dollars is None else f"{self.dollars:,.2f}" if self.dollars >= 0.01 else "less than 0.01"
         dollars = cents and f", {cents} dollars"
-        weights = " with weights in the host's memory" if self.weights == "host" else ""
+        held = "weights, keys and values" if self.kv == "host" else "weights"
+        weights = f" with {held} in the host's memory" if self.weights == "host" else ""
         return f"{copies}{self.tensor_parallel} {self.device}{weights}: {seconds}{dollars}, bound by {self.binding}"
 
 
@@ -117,6 +122,7 @@ def _told(bound: _Bound, seconds: float | None) -> SearchedSplit:
         tensor_parallel=split.tensor_parallel,
         data_parallel=split.data_parallel,
         weights=split.weights,
+        kv=split.kv,
         seconds=seconds,
         seconds_least=bound.seconds,
         dollars=split.dollars(bound.seconds if seconds is None else seconds),
@@ -147,7 +153,7 @@ def _simulated(workload: Workload, output: NDArray[np.int32], split: Split, sche
         output,
         split.cost,
         split_for(split.pool, fitted),
-        scheduling,
+        split.scheduling(scheduling),
         replicas=split.data_parallel,
         known=False,
     )

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
-from llmbatch.figures import Figures
+from llmbatch.figures import Figures, seconds_in_words
 from llmbatch.kernels.work_items import LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import RESERVED
@@ -81,7 +81,7 @@ class SimulationReport(Figures):
                 f"{self.steps:,}, {self.preemptions:,} preemptions, at most {self.peak_kv_fraction:.1%} of the KV "
                 "memory used",
             ),
-            ("longest row", f"{self.critical_path_seconds:,.1f} s at the speed of reading the weights"),
+            ("longest row", f"{seconds_in_words(self.critical_path_seconds)} s at the speed of reading the weights"),
             ("took", f"{self.planning_seconds:.2f} s to plan, {self.scheduling_seconds:.2f} s to schedule"),
         ]
         if self.replica_seconds:

@@ -2,7 +2,8 @@
 
 A copy is on a power of two of devices of one kind, which say sums to each other (`llmbatch.perf_model.collectives`).
 Of a kind as many copies run as there is room for, each with a part of the rows. Where a device alone has no room for
-the weights, they may lie in its host's memory, and come layer by layer while it computes.
+the weights, they may lie in its host's memory, and come layer by layer while it computes. Of a host that is described
+keys and values may lie there, too, and it attends.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
+from llmbatch.choices import KVPlace
+from llmbatch.engine.model.outline import POOL_SHARE, streamed_running
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import RESERVED, Hardware, find_hardware
-from llmbatch.perf_model.residency import BUFFERS, Host, blocks_of, with_host_weights
+from llmbatch.perf_model.residency import BUFFERS, Host, blocks_of, with_host_kv, with_host_weights
 from llmbatch.perf_model.shape import ModelShape
-from llmbatch.planning.workload import Pool
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.simulation.simulator import no_room, pool_of
+
+# Of a host of which only the memory is said: a socket with eight channels of DDR4-3200, and attention over prompts.
+_HOST: Final = {"bandwidth": 204.8e9, "compute": 1e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +58,30 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """All devices that a job may have, and the host of each kind's, if it is described."""
+
+    devices: tuple[Offer, ...]
+    host: Hardware | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """A model on the devices of an offer; `cost` and `pool` are of one copy."""
 
     offer: Offer
     tensor_parallel: int  # devices of a copy
     weights: Literal["resident", "host"]  # where they lie
+    kv: KVPlace
     cost: CostModel
     pool: Pool
+
+    def scheduling(self, usual: Scheduling) -> Scheduling:
+        """Return how rows are scheduled: more are in flight where a host attends, as its memory allows."""
+        if self.kv == "device":
+            return usual
+        most = streamed_running(self.cost.shape, attends_for_device=True)
+        return replace(usual, max_running=max(usual.max_running, most))
 
     @property
     def data_parallel(self) -> int:
@@ -72,9 +94,34 @@ class Split:
         return None if price is None else price * self.tensor_parallel * self.data_parallel * seconds / 3600.0
 
 
-def splits_of(offers: Sequence[Offer], shape: ModelShape) -> list[Split]:
-    """List the splits that the model fits, of each offer. Raises ParameterError where there is none."""
+def host_of(given: Mapping[str, float]) -> Hardware:
+    """Read a host from its memory (bytes), bandwidth (bytes/s) and compute (FLOP/s). Raises ParameterError.
+
+    >>> host_of({"memory": 1e12}).memory
+    1000000000000.0
+    """
+    unknown = [name for name in given if name not in ("memory", *_HOST)]
+    if unknown or "memory" not in given:
+        got = unknown[0] if unknown else ", ".join(given) or "nothing"
+        raise ParameterError(
+            f"device_host must tell its memory, and bandwidth and compute if they are known, got {got}: say as in "
+            "{'memory': 1e12, 'bandwidth': 2e11} (--device-host memory=1TB,bandwidth=200GB)",
+            option="device_host",
+        )
+    for name, value in given.items():
+        if not 0 < value < math.inf:
+            raise ParameterError(f"{name} of device_host must be positive, got {value:g}", option="device_host")
+    bandwidth, compute = (given.get(name, usual) for name, usual in _HOST.items())
+    return Hardware(name="host", memory=given["memory"], bandwidth=bandwidth, compute=compute)
+
+
+def splits_of(offers: Sequence[Offer], shape: ModelShape, host: Hardware | None = None) -> list[Split]:
+    """List the splits that the model fits, of each offer, whose devices share a host. Raises ParameterError if none.
+
+    A host that is not described is taken to have room for the weights of all copies, and holds no keys and values.
+    """
     found, reasons = [], []
+    better_host = "" if host is None else ", or a host with more memory"
     for offer in offers:
         alone = CostModel(shape, offer.hardware, overlap=SEQUENTIAL, cascade=True)
         for devices in (1 << power for power in range(offer.count.bit_length())):
@@ -84,28 +131,38 @@ def splits_of(offers: Sequence[Offer], shape: ModelShape) -> list[Split]:
                 reasons.append(str(error))
                 continue
             try:
-                found.append(Split(offer, devices, "resident", cost, pool_of(cost, None)))
+                found.append(Split(offer, devices, "resident", "device", cost, pool_of(cost, None)))
             except ParameterError:
-                reasons.append(f"{no_room(cost)}; offer more or larger ones")
-                found += _from_the_host(offer, cost) if devices == 1 else []
+                reasons.append(f"{no_room(cost)}; offer more or larger ones{better_host}")
+                found += _from_the_host(offer, cost, host) if devices == 1 else []
     if not found:
         raise ParameterError(f"devices must hold the model, and none of those offered do: {reasons[-1]}")
     return found
 
 
-def _from_the_host(offer: Offer, alone: CostModel) -> list[Split]:
-    """Return the split of copies on single devices whose weights come from the host, if these have room for layers.
+def _from_the_host(offer: Offer, alone: CostModel, host: Hardware | None) -> list[Split]:
+    """Return the splits of copies on single devices whose weights come from the host, if both have room.
 
-    The host is taken to have room for the weights of all copies.
+    The copies share what the host has, as engines do that are told so (`--kv-memory`).
     """
     link = alone.hardware.host_link
     if link is None:
         return []
     blocks, hardware = blocks_of(alone.shape, is_host=False), alone.hardware
     whole = replace(alone, shape=replace(alone.shape, expert_bytes=0.0))  # layers come with all of their experts
+    memory = math.inf if host is None else host.memory / offer.count
+    kv_memory = hardware.memory - RESERVED - blocks.around - BUFFERS * blocks.size
     try:
-        cost = with_host_weights(whole, Host(memory=math.inf, bandwidth=link, link=link), kv="device").cost
-        kv_memory = hardware.memory - RESERVED - blocks.around - BUFFERS * blocks.size
-        return [Split(offer, 1, "host", cost, pool_of(cost, kv_memory))]
-    except ParameterError:  # not even two layers fit, or no page beside them
+        cost = with_host_weights(whole, Host(memory=memory, bandwidth=link, link=link), kv="device").cost
+        found = [Split(offer, 1, "host", "device", cost, pool_of(cost, kv_memory))]
+    except ParameterError:  # no room for weights, for two layers, or for a page beside them
         return []
+    if host is None:
+        return found
+    shared = replace(host, bandwidth=host.bandwidth / offer.count, compute=host.compute / offer.count, memory=memory)
+    try:
+        attends = with_host_kv(cost, shared)
+        pool = pool_of(attends, POOL_SHARE * (memory - alone.shape.weight_bytes))
+        return [*found, Split(offer, 1, "host", "host", attends, pool)]
+    except ParameterError:  # not a page
+        return found

@@ -19,6 +19,7 @@ from llmbatch.cli.parser import make_parser
 from llmbatch.errors import ParameterError
 
 COUNTS = "counts by name, each name once, such as h100:8,l40s:8"
+SIZES = "sizes by name, each name once, such as memory=1TB,bandwidth=200GB"
 PRICES = "prices by name, each name once, such as h100=2.5,l40s=1"
 
 
@@ -215,10 +216,11 @@ def test_a_time_that_is_none_is_refused(text: str) -> None:
         make_parser().parse_args(["serve", "--model", "m", "--ttft", text])
 
 
-def test_devices_and_prices_are_by_name() -> None:
+def test_devices_prices_and_sizes_are_by_name() -> None:
     words = ["explain", "in", "--model", "m", "--search", "--devices", "h100:8, l40s:4", "--price", "h100=2.5"]
-    given = vars(make_parser().parse_args(words))
+    given = vars(make_parser().parse_args([*words, "--device-host", "memory=1TiB, bandwidth=200GB,compute=1e12"]))
     assert (given["search"], given["devices"], given["price"]) == (True, {"h100": 8, "l40s": 4}, {"h100": 2.5})
+    assert given["device_host"] == {"memory": 2**40, "bandwidth": 2e11, "compute": 1e12}
 
 
 @pytest.mark.parametrize(
@@ -232,9 +234,13 @@ def test_devices_and_prices_are_by_name() -> None:
             ("--price", given, f"argument --price: must be {PRICES}, got {given!r}")
             for given in ("2.5", "h100=2.5, h100=3")
         ),
+        *(
+            ("--device-host", given, f"argument --device-host: must be {SIZES}, got {given!r}")
+            for given in ("1TB", "memory=much", "memory=1TB,memory=2TB")
+        ),
     ],
 )
-def test_devices_and_prices_of_another_form_are_refused(flag: str, text: str, said: str) -> None:
+def test_devices_prices_and_sizes_of_another_form_are_refused(flag: str, text: str, said: str) -> None:
     with pytest.raises(ParameterError) as raised:
         make_parser().parse_args(["explain", "in", "--model", "m", flag, text])
     assert str(raised.value).startswith(said)

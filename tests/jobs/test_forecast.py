@@ -187,6 +187,12 @@ def test_a_model_has_sixteen_bits_on_devices_unless_another_type_is_asked_for(
     [
         ({"devices": {"h100": 8}}, "devices must be given with search: add search=True (--search)"),
         ({"price": {"h100": 8.0}}, "price must be given with search: add search=True (--search)"),
+        ({"device_host": {"memory": 1e12}}, "device_host must be given with search: add search=True (--search)"),
+        (
+            {"search": True, "devices": {"h100": 1}, "device_host": {"bandwidth": 2e11}},
+            "device_host must tell its memory, and bandwidth and compute if they are known, got bandwidth: say as in "
+            "{'memory': 1e12, 'bandwidth': 2e11} (--device-host memory=1TB,bandwidth=200GB)",
+        ),
         (
             {"search": True},
             "devices must be given with search, got none: name them, as in {'h100': 8} (--devices h100:8)",

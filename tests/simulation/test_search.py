@@ -15,7 +15,7 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Scheduling, Workload
 from llmbatch.simulation import search as search_module
 from llmbatch.simulation.search import SearchedSplit, search
-from llmbatch.simulation.splits import Offer, Split, splits_of
+from llmbatch.simulation.splits import Offer, Split, host_of, splits_of
 
 SCHEDULING = Scheduling(max_running=1024)
 DEVICES = {"h100": 4, "l40s": 8}
@@ -131,12 +131,16 @@ def test_a_split_is_said_in_a_line() -> None:
         seconds=1234.5,
         seconds_least=1000.0,
         weights="resident",
+        kv="device",
         dollars=6.858,
         binding="memory",
     )
     assert one.in_words == "4 x 2 h100: 1,234.5 s, 6.86 dollars, bound by memory"
     assert replace(one, weights="host", dollars=None).in_words == (
         "4 x 2 h100 with weights in the host's memory: 1,234.5 s, bound by memory"
+    )
+    assert replace(one, weights="host", kv="host", dollars=None).in_words == (
+        "4 x 2 h100 with weights, keys and values in the host's memory: 1,234.5 s, bound by memory"
     )
     assert replace(one, dollars=0.004).in_words == "4 x 2 h100: 1,234.5 s, less than 0.01 dollars, bound by memory"
 
@@ -170,6 +174,65 @@ def test_weights_that_a_device_has_no_room_for_come_from_its_host() -> None:
     assert found.in_words.startswith("1 h100 with weights in the host's memory: ")
     assert found.seconds is not None
     assert found.seconds_least <= found.seconds
+
+
+def test_keys_and_values_may_lie_in_the_memory_of_a_host_that_is_described() -> None:
+    offers = Offer.all_of({"a5000": 2})
+    shape = find_shape("mixtral-8x7b")
+    on_device, by_host = splits_of(offers, shape, host_of({"memory": 4e11, "bandwidth": 2e11, "compute": 2e12}))
+    assert [(split.weights, split.kv) for split in (on_device, by_host)] == [("host", "device"), ("host", "host")]
+    kv = shape.kv_bytes_per_token
+    assert by_host.pool.tokens * kv == pytest.approx(0.5 * (2e11 - shape.weight_bytes), rel=1e-3)  # each copy its half
+    assert by_host.cost.rates.seconds_per_kv_token == pytest.approx(kv / (1e11 * 0.85))
+    assert by_host.cost.rates.weight_seconds == pytest.approx(on_device.cost.rates.weight_seconds)
+    assert by_host.scheduling(SCHEDULING).max_running == 4096
+    assert on_device.scheduling(SCHEDULING) == SCHEDULING
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_thousands_of_rows_are_best_where_the_host_attends(seed: int) -> None:
+    rng, rows = np.random.default_rng(seed), 2000
+    offsets = np.arange(0, 64 * (rows + 1), 64, dtype=np.int64)
+    tree = PrefixTree.build(rng.integers(0, 50_000, offsets[-1]).astype(np.int32), offsets)
+    zeros = np.zeros(rows, np.int32)
+    output = rng.integers(60, 120, rows).astype(np.int32)
+    workload = Workload(tree, zeros + np.int32(150), zeros, zeros)
+    host = host_of({"memory": 2e11})
+    found = search(
+        workload, output, splits_of(Offer.all_of({"a5000": 1}), find_shape("mixtral-8x7b"), host), SCHEDULING
+    )
+    assert [one.kv for one in found] == ["host", "device"]
+    seconds = [one.seconds for one in found]
+    assert seconds[0] is not None
+    assert seconds[1] is not None
+    assert found[0].seconds_least <= seconds[0] < seconds[1]
+
+
+def test_a_host_without_room_for_the_weights_is_of_no_use() -> None:
+    with pytest.raises(ParameterError) as raised:
+        splits_of(Offer.all_of({"a5000": 1}), find_shape("mixtral-8x7b"), host_of({"memory": 5e10}))
+    assert str(raised.value) == (
+        "devices must hold the model, and none of those offered do: weights of 93.4 GB leave no room for KV in 24 GB "
+        "of a5000; offer more or larger ones, or a host with more memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"memory": 1e12, "cores": 64.0},
+            "device_host must tell its memory, and bandwidth and compute if they are known, got cores: say as in "
+            "{'memory': 1e12, 'bandwidth': 2e11} (--device-host memory=1TB,bandwidth=200GB)",
+        ),
+        ({"memory": 0.0}, "memory of device_host must be positive, got 0"),
+        ({"memory": 1e12, "bandwidth": float("nan")}, "bandwidth of device_host must be positive, got nan"),
+    ],
+)
+def test_a_host_is_checked(given: dict[str, float], said: str) -> None:
+    with pytest.raises(ParameterError) as raised:
+        host_of(given)
+    assert str(raised.value) == said
 
 
 def test_devices_that_do_not_hold_two_layers_are_refused() -> None:

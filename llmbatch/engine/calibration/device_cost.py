@@ -48,7 +48,8 @@ def foresee(
     expected = expected_weights(cost.shape, weights, partial(_rate, platform), is_host=platform.is_host)
     if expected is None:
         return Foreseen(cost)
-    notes = streaming_notes(source, kv_tokens, cost, expected, kv=config.kv)
+    may = source == "link" and config.host_may_attend
+    notes = streaming_notes(source, kv_tokens, cost, expected, host_may_attend=may)
     return Foreseen(streamed_cost(source, cost, expected), notes)
 
 

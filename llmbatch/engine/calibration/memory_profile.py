@@ -55,7 +55,7 @@ def measure_room(
     try:
         pages = run_largest(loaded, attention, tokens=tokens, rows=rows, page_size=page_size)
     except torch.OutOfMemoryError as error:
-        raise _too_small(device, tokens, f"more than the {free_memory(device):,} bytes that are free") from error
+        raise _too_small(loaded, tokens, f"more than the {free_memory(device):,} bytes that are free") from error
     peak = torch.cuda.max_memory_allocated(device) - before - pages
     release_cached()
     free = free_memory(device)
@@ -63,14 +63,15 @@ def measure_room(
     release_cached()
     left = int((1.0 - _KEPT) * free) - peak - taken
     if left <= 0:
-        raise _too_small(device, tokens, f"{peak + taken:,} bytes, and {free:,} are free")
+        raise _too_small(loaded, tokens, f"{peak + taken:,} bytes, and {free:,} are free")
     return MemoryHeadroom(left, unrecorded)
 
 
-def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
+def _too_small(loaded: LoadedModel, tokens: int, takes: str) -> JobError:
+    streams = "" if loaded.streamed is None else ", or weights_memory (--weights-memory)"
     return JobError(
-        f"memory runs out on {device}: a step of {tokens:,} tokens takes {takes} in addition to the weights: "
-        "lower step_tokens (--step-tokens) or max_running (--max-running), or take a smaller model"
+        f"memory runs out on {loaded.device}: a step of {tokens:,} tokens takes {takes} in addition to the weights: "
+        f"lower step_tokens (--step-tokens) or max_running (--max-running){streams}, or take a smaller model"
     )
 
 
@@ -121,9 +122,9 @@ def release_cached() -> None:
 
 
 def check_room(
-    device: torch.device, make: Callable[[int], StreamEngine], *, tokens: int, rows: int, page_size: int
+    loaded: LoadedModel, make: Callable[[int], StreamEngine], *, tokens: int, rows: int, page_size: int
 ) -> None:
-    """Check that the device has room for the largest step of an engine, which `make` makes with so many pages.
+    """Check that a device has room for the largest step of an engine, which `make` makes with so many pages.
 
     Raises JobError.
     """
@@ -133,7 +134,8 @@ def check_room(
         engine.begin(requests)
         engine.execute(step)
     except torch.OutOfMemoryError as error:
-        raise _too_small(device, tokens, f"more than the {free_memory(device):,} bytes that are free") from error
+        free = free_memory(loaded.device)
+        raise _too_small(loaded, tokens, f"more than the {free:,} bytes that are free") from error
     release_cached()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Literal
 
-from llmbatch.choices import KVPlace
 from llmbatch.engine.weights.residency import StreamedWeights, kept_blocks
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.residency import BUFFERS, blocks_of, with_streamed_weights
@@ -52,11 +51,19 @@ def streamed_cost(source: Source, cost: CostModel, streamed: StreamedWeights) ->
 
 
 def streaming_notes(
-    source: Source, kv_tokens: int, cost: CostModel, streamed: StreamedWeights, *, kv: KVPlace
+    source: Source,
+    kv_tokens: int,
+    cost: CostModel,
+    streamed: StreamedWeights,
+    *,
+    host_may_attend: bool = False,
 ) -> tuple[str, ...]:
-    """Say what comes from where at each step, and where KV memory, of so many tokens, has too few to hide it."""
+    """Say what comes from where at each step, and where KV memory, of so many tokens, has too few to hide it.
+
+    `host_may_attend`: keys and values lie on the device, and could lie in its host's memory.
+    """
     where, faster = _SOURCES[source]
-    if source == "link" and kv == "device":
+    if host_may_attend:
         faster += ", or keys and values in the host's memory (--kv host)"
     moved, rate = f"{streamed.streamed_bytes / 1e9:.2f} GB", f"{streamed.bytes_per_second / 1e9:.2f} GB/s"
     said = (

@@ -26,7 +26,7 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, shape_of
 from llmbatch.engine.weights.host_layers import CopyStream, PlainCopies
-from llmbatch.engine.weights.residency import least_memory
+from llmbatch.engine.weights.residency import StreamedWeights, least_memory
 from llmbatch.errors import JobError, ModelError, ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.kvcache.windows import WindowPages
@@ -232,7 +232,7 @@ def test_a_step_that_a_device_has_no_room_for_ends_the_job(shallow: str, monkeyp
         pages.append(count)
         return engine_of(loaded, count)
 
-    check_room(DEVICE, make, tokens=10, rows=3, page_size=4)
+    check_room(loaded, make, tokens=10, rows=3, page_size=4)
     assert pages == [3]
 
     def full(*_: Any, **__: Any) -> None:
@@ -240,5 +240,11 @@ def test_a_step_that_a_device_has_no_room_for_ends_the_job(shallow: str, monkeyp
 
     monkeypatch.setattr(DeviceModel, "__call__", full)
     monkeypatch.setattr("llmbatch.engine.calibration.memory_profile.free_memory", lambda device: 1000)
-    with pytest.raises(JobError, match=r"a step of 10 tokens takes more than the 1,000 bytes that are free"):
-        check_room(DEVICE, make, tokens=10, rows=3, page_size=4)
+    advice = "lower step_tokens (--step-tokens) or max_running (--max-running)"
+    for streamed, more in ((None, ""), (StreamedWeights(0, 1, 1.0), ", or weights_memory (--weights-memory)")):
+        with pytest.raises(JobError) as raised:
+            check_room(replace(loaded, streamed=streamed), make, tokens=10, rows=3, page_size=4)
+        assert str(raised.value) == (
+            f"memory runs out on {loaded.device}: a step of 10 tokens takes more than the 1,000 bytes that are free in "
+            f"addition to the weights: {advice}{more}, or take a smaller model"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_processor_keeps_an_embedding_beside_the_head_that_it_was_tied_to() ->
     embedding = TIED.head_params * 2
     assert least_memory(TIED, is_host=True) - least_memory(TIED, is_host=False) == pytest.approx(embedding, abs=1)
     assert least_memory(DENSE, is_host=True) == least_memory(DENSE, is_host=False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_and_head_keep_their_type_where_layers_have_a_smaller_one(tied: bool) -> None:
+    config = SimpleNamespace(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=256,
+        vocab_size=1000,
+        tie_word_embeddings=tied,
+    )
+    shape = ModelShape.from_config(config, 2, 1)
+    layer, embedding, norms = 4 * 64 * 64 + 3 * 64 * 256, 2 * 1000 * 64, 2 * 9 * 64
+    assert least_memory(shape, is_host=False) == embedding * (2 - tied) + norms + 2 * layer
+    assert least_memory(shape, is_host=True) == embedding * 2 + norms + 2 * layer
 
 
 @pytest.mark.parametrize("shape", [DENSE, MIXTURE])

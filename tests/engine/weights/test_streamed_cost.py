@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.engine.weights.streamed_cost import expected_weights, streamed_cost, streaming_notes
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
@@ -57,7 +59,7 @@ def test_over_a_link_come_all_experts_whatever_tokens_choose() -> None:
 
 
 def test_what_comes_is_said() -> None:
-    assert streaming_notes("link", 16_000_000, COST, HALF, kv="device") == (
+    assert streaming_notes("link", 16_000_000, COST, HALF) == (
         "weights do not all fit in the memory for them: 8.00 GB stay there, and 7.00 GB come from the host's memory at "
         "each step, at 2.00 GB/s, beside the computation",
     )
@@ -66,14 +68,22 @@ def test_what_comes_is_said() -> None:
 def test_it_is_said_where_memory_holds_too_few_tokens_to_hide_it() -> None:
     slow = replace(HALF, bytes_per_second=1e8)
     hidden = 70.0 / COST.rates.seconds_per_token
-    said = streaming_notes("disk", 160, COST, slow, kv="device")[1]
+    said = streaming_notes("disk", 160, COST, slow)[1]
     assert said == (
         f"the disk is too slow for this: 7.00 GB at 0.10 GB/s take 70.0 s, as long as the products of {hidden:,.0f} "
         "tokens, and KV memory holds 160; raise weights_memory or kv_memory (--weights-memory, --kv-memory), or take a "
         "faster disk"
     )
     fewer = "take weights of fewer bytes (--dtype fp8)"
-    assert streaming_notes("link", 160, COST, slow, kv="device")[1].endswith(
+    assert streaming_notes("link", 160, COST, slow, host_may_attend=True)[1].endswith(
         f"{fewer}, or keys and values in the host's memory (--kv host)"
     )
-    assert streaming_notes("link", 160, COST, slow, kv="host")[1].endswith(fewer)
+    assert streaming_notes("link", 160, COST, slow)[1].endswith(fewer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "may"),
+    [({}, True), ({"kv": "host"}, False), ({"dtype": "float16"}, False), ({"kv_cache_dtype": "fp8"}, False)],
+)
+def test_a_host_is_named_where_it_could_attend(asked: dict[str, Any], may: bool) -> None:
+    assert EngineConfig(**asked).host_may_attend is may
