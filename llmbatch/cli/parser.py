@@ -259,9 +259,10 @@ def _add_flag(group: FlagGroup, name: str, kind: Any, keyword: Keyword, **settin
         settings["choices"] = taken
     else:
         settings["metavar"] = keyword.metavar
-    if Sequence[str] in taken:
+    items = [get_args(each)[0] for each in taken if get_origin(each) is get_origin(Sequence[Any])]
+    if items:
         settings["action"] = "append"
     settings["type"] = _FORMS.get(keyword.metavar or "") or next(
-        (form for each, form in _NUMBERS.items() if each in taken), str
+        (form for each, form in _NUMBERS.items() if each in (*taken, *items)), str
     )
     group.add_argument(flag, *keyword.aliases, dest=name, help=keyword.text(), **settings)

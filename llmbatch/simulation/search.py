@@ -1,7 +1,9 @@
 """The best of the ways to lay a model on devices (`llmbatch.simulation.splits`), found by bounds and by the clock.
 
-No split ends before its bound: the optimum of its copies, each with its share of the work (BlendServe 2.4), and the
-longest row at the speed of reading the weights on all devices that may join at the end. Splits are taken in the order
+No split ends before its bound: the optimum of its copies, each with its share of the work (BlendServe 2.4); the
+longest row at the speed of reading the weights on all devices that may join at the end; and as many reads of the
+weights as its steps are at least, by the rows that may be in flight and by the answers' tokens that KV memory holds.
+Splits are taken in the order
 of their bounds and simulated, until the next bound is worse than the two best that were simulated. So the best and the
 runner-up are those of all splits, and few are simulated. Rows beyond `MOST_SIMULATED` are not simulated: then bounds
 decide.
@@ -42,7 +44,7 @@ class SearchedSplit:
     seconds: float | None  # simulated; None where its bound was enough
     seconds_least: float  # by the bound
     dollars: float | None  # of these seconds, simulated or least; None without a price
-    binding: str  # "compute", "memory" or "longest row"
+    binding: str  # "compute", "memory", "weights" or "longest row"
 
     @property
     def in_words(self) -> str:
@@ -80,7 +82,9 @@ def search(
     workload, of which it is a sample; a job that is not whole is not simulated. A split whose copy has no room for a
     row is left out. Raises ParameterError where none is left.
     """
-    bounds = [_bound_of(workload, output, split, times) for split in splits if _holds(split, workload, output)]
+    bounds = [
+        _bound_of(workload, output, split, scheduling, times) for split in splits if _holds(split, workload, output)
+    ]
     if not bounds:
         raise ParameterError(
             "devices must hold the longest row, and none of those offered do: lower max_tokens (--max-tokens), or "
@@ -130,17 +134,23 @@ def _told(bound: _Bound, seconds: float | None) -> SearchedSplit:
     )
 
 
-def _bound_of(workload: Workload, output: NDArray[np.int32], split: Split, times: float) -> _Bound:
-    """Bound a split: the optimum of its copies, and the longest row."""
+def _bound_of(
+    workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling, times: float
+) -> _Bound:
+    """Bound a split: the optimum of its copies, the longest row, and the reads of the weights."""
     cost, share = split.cost, times / split.data_parallel
     answers = np.minimum(output, workload.max_tokens).astype(np.float64)
     compute, memory = (seconds * share for seconds in work_of(workload.tree, answers, cost))
     optimal = cost.optimal_seconds(compute, memory, split.pool.whole_tokens * cost.shape.kv_bytes_per_token)
     every = on_joined(cost, split.data_parallel) if cost.hardware.link is not None else cost
-    longest = float(answers[workload.tree.rows].max(initial=0.0)) * every.rates.weight_seconds
-    if longest > optimal:
-        return _Bound(split, longest, "longest row")
-    return _Bound(split, optimal, "compute" if compute > memory else "memory")
+    decoded = answers[workload.tree.rows] - 1.0  # by decodes: the last step of a prompt samples a token
+    longest = float(decoded.max(initial=0.0)) * every.rates.weight_seconds
+    in_flight = float(decoded.sum()) / split.scheduling(scheduling).max_running * cost.rates.weight_seconds
+    in_pages = float((decoded * decoded).sum()) / 2.0 / split.pool.tokens * every.rates.weight_seconds
+    reads = share * max(in_flight, in_pages)
+    of_work = "compute" if compute > memory else "memory"
+    bounds = ((optimal, of_work), (reads, "weights"), (longest, "longest row"))
+    return _Bound(split, *max(bounds, key=lambda bound: bound[0]))
 
 
 def _simulated(workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling) -> float:

@@ -216,6 +216,14 @@ def test_a_time_that_is_none_is_refused(text: str) -> None:
         make_parser().parse_args(["serve", "--model", "m", "--ttft", text])
 
 
+def test_tokens_and_texts_that_end_an_answer_may_be_repeated() -> None:
+    words = ["explain", "in", "--model", "m", "--stop", "a", "--stop", "b", "--stop-token-ids", "7"]
+    given = vars(make_parser().parse_args([*words, "--stop-token-ids", "8"]))
+    assert (given["stop"], given["stop_token_ids"]) == (["a", "b"], [7, 8])
+    with pytest.raises(ParameterError, match=r"argument --stop-token-ids: must be a whole number, got 'x'"):
+        make_parser().parse_args([*words, "--stop-token-ids", "x"])
+
+
 def test_devices_prices_and_sizes_are_by_name() -> None:
     words = ["explain", "in", "--model", "m", "--search", "--devices", "h100:8, l40s:4", "--price", "h100=2.5"]
     given = vars(make_parser().parse_args([*words, "--device-host", "memory=1TiB, bandwidth=200GB,compute=1e12"]))

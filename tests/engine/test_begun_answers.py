@@ -61,6 +61,17 @@ def test_an_answer_goes_on_from_any_of_its_tokens(loaded: LoadedModel, params: S
     assert rest.preemptions > 0
 
 
+def test_more_tokens_than_there_was_room_for_go_on(loaded: LoadedModel) -> None:
+    rows, most = prompts()[:3], 150
+    golden = Golden(rows, most, page_size=4)
+    golden.requests = replace(golden.requests, params=(SamplingParams(max_tokens=most, ignore_eos=True),))
+    whole = golden.run(engine_of(loaded, golden), FromFront(), 16)
+    begun = [np.array(answer[:140], np.int32) for answer in whole]
+    rest = Golden([row + start.tolist() for row, start in zip(rows, begun, strict=True)], most, 4)
+    rest.requests = golden.requests.going_on(np.arange(3, dtype=np.int32), begun)
+    assert rest.run(engine_of(loaded, rest), FromFront(), 1000) == whole
+
+
 def test_requests_that_go_on_have_their_tokens_behind_the_prompt(loaded: LoadedModel) -> None:
     batch = Golden([[1, 2], [3], [4, 5, 6]], 8, 4).requests
     on = batch.going_on(np.array([2, 0], np.int32), [np.array([9], np.int32), np.array([7, 8], np.int32)])

@@ -69,6 +69,17 @@ def test_the_two_best_are_those_of_all(kind: str, price: dict[str, float] | None
     assert [one.seconds for one in found[:2]] == [seconds[told(one)] for one in found[:2]]
 
 
+def test_weights_are_read_as_often_as_steps_are_needed() -> None:
+    workload, output = jobs_of("long answers")
+    [split] = splits_of(Offer.all_of({"a5000": 1}), find_shape("mixtral-8x7b"))
+    narrow = replace(SCHEDULING, max_running=2)
+    [found] = search(workload, output, [split], narrow)
+    assert found.binding == "weights"
+    assert found.seconds_least == pytest.approx((output - 1).sum() / 2 * split.cost.rates.weight_seconds)
+    assert found.seconds is not None
+    assert found.seconds_least <= found.seconds < 1.2 * found.seconds_least
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_split_ends_before_its_bound(kind: str) -> None:
     workload, output = jobs_of(kind)

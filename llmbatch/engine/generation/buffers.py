@@ -132,7 +132,7 @@ class TokenBuffers:
         rows, columns = have, capacity
         while rows <= highest:
             rows *= 2
-        while tokens > 0 and columns < tokens + more:
+        while columns < tokens + more:
             columns *= 2
         if (rows, columns) != (have, capacity):
             grown = np.zeros((rows, columns), np.int32)
