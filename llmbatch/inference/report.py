@@ -28,7 +28,7 @@ class RowCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Figures):
-    """Figures of a finished job. Tokens are counted over all rows, cached and duplicate ones included."""
+    """Figures of a finished job. Tokens are counted over all rows that ran, cached and duplicate ones included."""
 
     rows: int
     errors: int  # rows without an answer

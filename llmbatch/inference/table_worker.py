@@ -62,7 +62,7 @@ class Gathered(AnswerSink):
         self.error_budget.answered(0, rows)
         self.batches.append(rows)
         self.rows += rows.num_rows
-        self.tokens += tokens_of(rows)
+        self.tokens += sum(tokens_of(rows))
         self.progress.advance(Advance(self.rows, self.tokens))
 
 
@@ -194,6 +194,5 @@ class TableWorker(ABC):
         totals = self.stream(OneWindow(window), sink)
         answered = add_answers(table, sink.batches, window.schema)
         seconds = time.perf_counter() - begun - loading
-        tally = window.counts(answered)
-        report = self.report(tally, totals, notes=notes, seconds=seconds)
+        report = self.report(window.counts(sink.batches), totals, notes=notes, seconds=seconds)
         return AnsweredTable(answered, replace(report, first_error=error_budget.first_error))

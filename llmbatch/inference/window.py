@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.inference.answers.row_parts import RowParts
-from llmbatch.inference.answers.schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema, tokens_of
 from llmbatch.inference.report import RowCounts
 
 if TYPE_CHECKING:
@@ -80,17 +80,35 @@ class Window:
         """What is asked."""
         return self.shard.requests
 
-    def counts(self, answered: pa.Table) -> RowCounts:
-        """Sum up the table of this window's answers."""
+    def counts(self, answers: Sequence[pa.RecordBatch]) -> RowCounts:
+        """Sum up this window's answers, batches of `AnswerSchema.rows`."""
+        answered = pa.Table.from_batches(answers, schema=self.schema.rows)
+        inputs, outputs = tokens_of(answered)
         return RowCounts(
             rows=answered.num_rows,
             errors=answered.num_rows - answered["error"].null_count,
             duplicates=len(self.rows) - len(self.requests),
-            input_tokens=_sum(answered["num_input_tokens"]),
-            cached_tokens=_sum(answered["num_cached_tokens"]),
-            output_tokens=_sum(answered["num_generated_tokens"]),
-            unique_tokens=self.tree.unique_tokens,
+            input_tokens=inputs,
+            cached_tokens=int(answered["num_cached_tokens"].to_numpy().sum(dtype=np.int64)),
+            output_tokens=outputs,
+            unique_tokens=self._unique_tokens(self.that_ran(answers)),
         )
+
+    def that_ran(self, answers: Sequence[pa.RecordBatch]) -> NDArray[np.bool_]:
+        """Tell which requests an engine was given, by the answers: bool [requests]."""
+        rows = np.zeros(self.table.num_rows, np.bool_)
+        for batch in answers:
+            rows[batch["row"].to_numpy()] = batch["attempts"].to_numpy() > 0
+        ran = np.concatenate(([0], np.cumsum(rows[self.rows])))[self.bounds]
+        return np.diff(ran) > 0
+
+    def _unique_tokens(self, ran: NDArray[np.bool_]) -> int:
+        """Count the prompt tokens of some requests, shared ones once."""
+        requests = self.requests
+        tree = self.tree
+        if requests.begun.any():
+            tree = PrefixTree.build(*requests.prompts())
+        return (tree if ran.all() else tree.select(ran)).unique_tokens
 
     def begun_answers(self, requests: NDArray[np.int32], tokens: Sequence[NDArray[np.int32]]) -> BegunAnswers:
         """Name answers that have begun by their rows.
@@ -116,7 +134,3 @@ class Window:
         before = np.cumsum(counts) - counts
         places = self.bounds[requests][at] + np.arange(len(at)) - before[at]
         return self.rows[places], at
-
-
-def _sum(column: pa.ChunkedArray) -> int:
-    return int(np.sum(column.to_numpy(), dtype=np.int64))

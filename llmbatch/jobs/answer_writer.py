@@ -100,7 +100,7 @@ class AnswerWriter(AnswerSink):
         earlier = window.earlier
         batches = earlier.to_batches()
         self._open[window.number] = _Open(journal, batches, window.table.num_rows - earlier.num_rows)
-        self._count(earlier.num_rows, tokens_of(earlier), 0)
+        self._count(earlier.num_rows, sum(tokens_of(earlier)), 0)
         for batch in batches:
             self._queue(partial(self._builder.add, window, batch))
             self._error_budget.answered(window.first, batch)
@@ -120,7 +120,7 @@ class AnswerWriter(AnswerSink):
             self._builder.add(window, rows)
 
         self._queue(keep)
-        self._count(rows.num_rows, tokens_of(rows), 0)
+        self._count(rows.num_rows, sum(tokens_of(rows)), 0)
         self._error_budget.answered(window.first, rows)
         self._close_if_whole(window)
 

@@ -127,7 +127,7 @@ class InputOrderParts(PartBuilder):
             self._output.stage(self._names.part(window.number, number), split(answered.slice(first, PART_ROWS)))
             for number, first in enumerate(range(0, max(1, answered.num_rows), PART_ROWS))
         ]
-        return {window.number: CompletedWindow(parts, window.counts(answered))}
+        return {window.number: CompletedWindow(parts, window.counts(answers))}
 
     def finish(self) -> dict[int, CompletedWindow]:
         """Return none: every window was whole when it was closed."""
@@ -179,9 +179,7 @@ class CompletionOrderParts(PartBuilder):
 
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Note the window; return the closed ones if no row waits for its part any more."""
-        self._closed[window.number] = CompletedWindow(
-            [], window.counts(pa.Table.from_batches(answers, schema=window.schema.rows))
-        )
+        self._closed[window.number] = CompletedWindow([], window.counts(answers))
         return self._let_go()
 
     def finish(self) -> dict[int, CompletedWindow]:

@@ -56,6 +56,10 @@ class RequestBatch:
         end = self.offsets[request + 1]
         return self.tokens[end - self.begun[request] : end]
 
+    def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return tokens and offsets of the prompts without what answers begin with."""
+        return gather(self.tokens, self.offsets[:-1], self.prompt_lengths - self.begun)
+
     def going_on(self, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> RequestBatch:
         """Return the same requests, those of `index` with the tokens that their answers begin with.
 

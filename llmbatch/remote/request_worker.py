@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,10 +34,11 @@ from llmbatch.system.cancel_signal import NEVER, CancelSignal
 class TextWindow(Window):
     """A window whose requests are texts, not tokens."""
 
-    def counts(self, answered: pa.Table) -> RowCounts:
+    def counts(self, answers: Sequence[pa.RecordBatch]) -> RowCounts:
         """Sum up its answers; what rows share is known of their texts, and told in tokens by the same share."""
-        counts = super().counts(answered)
-        whole = int(self.requests.prompt_lengths[np.repeat(np.arange(len(self.requests)), np.diff(self.bounds))].sum())
+        counts = super().counts(answers)
+        times = np.diff(self.bounds) * self.that_ran(answers)
+        whole = int((self.requests.prompt_lengths * times).sum())
         unique = round(counts.input_tokens * counts.unique_tokens / whole) if whole else 0
         return replace(counts, unique_tokens=unique)
 

@@ -146,4 +146,4 @@ class Ledger:
 
     def _count(self, answers: pa.RecordBatch) -> None:
         self._rows += answers.num_rows
-        self._tokens += tokens_of(answers)
+        self._tokens += sum(tokens_of(answers))

@@ -97,6 +97,16 @@ def test_no_token_is_computed_twice_but_those_of_the_last_step(hasty: Job) -> No
     check_goes_on(job.having(ignore_eos=True))
 
 
+def test_what_an_answer_begins_with_is_no_part_of_its_prompt(hasty: Job) -> None:
+    job = hasty.having(max_running=8, ignore_eos=True)
+    undisturbed = hasty.to("undisturbed").having(ignore_eos=True).run()
+    assert stops_after(20, job)
+    assert len(kept(job))
+    report = job.run()
+    assert report.prefix_sharing_optimal == undisturbed.prefix_sharing_optimal
+    assert (report.input_tokens, report.output_tokens) == (undisturbed.input_tokens, undisturbed.output_tokens)
+
+
 def test_a_job_that_is_asked_to_end_at_once_keeps_all_that_was_generated(hasty: Job) -> None:
     job = hasty.having(max_running=8)
     asked = Process(job.command("--ignore-eos", "--grace", "0"), Moment(STEP, 30, number=signal.SIGTERM))

@@ -175,6 +175,26 @@ def test_a_job_writes_its_rows_in_their_order_and_reports(model: str, tmp_path: 
     assert sorted(path.name for path in out.iterdir()) == ["_llmbatch.parquet", "part-00000.parquet"]
 
 
+def test_figures_are_of_rows_that_ran(model: str, tmp_path: Path) -> None:
+    texts = [*prompts()[:4], "x" * 5000, None]
+    source = write(tmp_path / "in.parquet", pa.table({"text": texts}))
+    report = llmbatch.run(source, str(tmp_path / "out"), model=model, prompt="text", max_tokens=2, kv_memory=2**24)
+    table = pq.read_table(tmp_path / "out")
+    assert [attempts > 0 for attempts in table["attempts"].to_pylist()] == [True] * 4 + [False] * 2
+    assert report.input_tokens == sum(len(text) for text in prompts()[:4])
+    assert report.errors == 2
+    assert 0 <= report.prefix_sharing <= report.prefix_sharing_optimal < 1
+
+
+def test_all_answers_of_a_row_are_counted(model: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.parquet", pa.table({"text": [*prompts()[:3], None]}))
+    options: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 5, "kv_memory": 2**24}
+    report = llmbatch.run(source, str(tmp_path / "out"), **options, n=3, temperature=1.0)
+    choices = [choice for row in pq.read_table(tmp_path / "out")["choices"].to_pylist() for choice in row or []]
+    assert len(choices) == 9
+    assert report.output_tokens == sum(choice["num_generated_tokens"] for choice in choices)
+
+
 def test_a_finished_job_is_not_run_again(model: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in.parquet", pa.table({"text": prompts()[:3]}))
     options: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 2, "kv_memory": 2**24}

@@ -122,9 +122,16 @@ class AnswerSchema:
             )
 
 
-def tokens_of(rows: pa.RecordBatch | pa.Table) -> int:
-    """Count the input and output tokens of answered rows."""
-    return int(rows["num_input_tokens"].to_numpy().sum()) + int(rows["num_generated_tokens"].to_numpy().sum())
+def tokens_of(rows: pa.RecordBatch | pa.Table) -> tuple[int, int]:
+    """Count the input and output tokens of answered rows; those of rows that no engine was given are left out."""
+    ran = rows["attempts"].to_numpy() > 0
+    inputs = int(rows["num_input_tokens"].to_numpy()[ran].sum(dtype=np.int64))
+    if "choices" not in rows.schema.names:
+        return inputs, int(rows["num_generated_tokens"].to_numpy().sum(dtype=np.int64))
+    column = rows["choices"]
+    arrays = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    lengths = (array.flatten().field("num_generated_tokens").to_numpy() for array in arrays)
+    return inputs, sum(int(each.sum(dtype=np.int64)) for each in lengths)
 
 
 def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch], schema: AnswerSchema) -> pa.Table:

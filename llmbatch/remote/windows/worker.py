@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -47,10 +47,11 @@ class RowWindow(Window):
 
     planned: PlannedTotals = field(default_factory=PlannedTotals)
 
-    def counts(self, answered: pa.Table) -> RowCounts:
-        """Sum up its answers; what its rows share is what was told."""
-        counts = Window.counts(self, answered)
-        return replace(counts, duplicates=self.planned.duplicates, unique_tokens=self.planned.unique_tokens)
+    def counts(self, answers: Sequence[pa.RecordBatch]) -> RowCounts:
+        """Sum up its answers; what its rows share was told when they were planned, before some could not run."""
+        counts = Window.counts(self, answers)
+        unique = min(self.planned.unique_tokens, counts.input_tokens)
+        return replace(counts, duplicates=self.planned.duplicates, unique_tokens=unique)
 
 
 class WindowWorker(RemoteWorker[Piece, PlannedRows | pa.RecordBatch]):
