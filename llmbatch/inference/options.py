@@ -156,7 +156,8 @@ class Options(EngineConfig):
             raise refusal("sampling_params", "be a mapping, SamplingParams or the name of a column", asked)
         base = SamplingParams.from_mapping(given, base)
         notes: tuple[str, ...] = ()
-        if given.get("max_tokens") is None and not isinstance(asked, (str, SamplingParams)):
+        generates = rest.get("continuation") is None
+        if generates and given.get("max_tokens") is None and not isinstance(asked, (str, SamplingParams)):
             missing = (
                 "max_tokens is not given" if isinstance(source, PromptSource) else "where a line has no max_tokens"
             )

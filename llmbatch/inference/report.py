@@ -92,7 +92,7 @@ class Report(Figures):
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:,.1f} s"),
             ("loading", f"{self.load_seconds:.1f} s before that"),
             ("prefix sharing", f"{self.prefix_sharing:.1%} of {self.prefix_sharing_optimal:.1%} possible"),
-            ("order", f"{self.order}: {self.reason}"),
+            ("order", f"{self.order}: {self.reason or 'No row was run.'}"),
         ]
         if self.order_gain is not None:
             gain = f"{self.order_gain:.2f} x over the input's order, simulated with these answers"

@@ -161,7 +161,7 @@ def actor_pool(
 
 
 def _actors(concurrency: Any) -> tuple[int, int]:
-    pair = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
+    pair = tuple(concurrency) if isinstance(concurrency, (tuple, list)) else (concurrency, concurrency)
     if len(pair) != 2 or not all(type(number) is int for number in pair) or not 1 <= pair[0] <= pair[1]:
         raise ParameterError(
             "concurrency must be a number of actors or a pair of the fewest and the most, at least 1, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,12 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, TokenLists):
         return all(same(getattr(one, part.name), getattr(other, part.name)) for part in fields(TokenLists))
     return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def test_the_highest_temperatures_are_as_high_as_numbers_go() -> None:
+    batch = batch_of([[1, 2]])
+    hot = replace(batch, params=(SamplingParams(max_tokens=3, temperature=1e308),))
+    assert SamplingColumns.of(hot, [1], 0).temperature.tolist() == [np.finfo(np.float32).max]
 
 
 def test_extending_a_batch_is_like_beginning_with_all_of_it() -> None:

@@ -86,6 +86,13 @@ def test_keywords_of_a_chat_template_are_what_json_holds(kwargs: Any, said: str)
     assert str(caught.value) == said
 
 
+def test_a_length_that_nobody_gave_is_said_where_answers_are_generated() -> None:
+    assert Options.build(model="m", prompt="text").notes == (
+        "max_tokens is not given: answers end after at most 512 tokens",
+    )
+    assert Options.build(model="m", prompt="text", continuation="more").notes == ()
+
+
 def test_they_are_kept_as_json_gives_them_back_so_that_a_resume_finds_them_equal() -> None:
     source = PromptSource(messages="m", chat_template_kwargs={"a": (1, 2.5), "b": {"c": (None, True)}})
     assert source.chat_template_kwargs == {"a": [1, 2.5], "b": {"c": [None, True]}}

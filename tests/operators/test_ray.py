@@ -164,6 +164,7 @@ def test_what_is_wrong_is_said_before_anything_runs(model: str) -> None:
     for concurrency in (0, (2, 1), (1, 2, 3), (0, 1), "2", 2.5):
         with pytest.raises(ParameterError, match=expected):
             map_dataset(ds, op, concurrency=cast(Any, concurrency))
+    map_dataset(ds, op, concurrency=cast(Any, [1, 1]))
     with pytest.raises(ParameterError, match=r"^rows_per_shard must be at least 1, got 0$"):
         map_dataset(ds, op, concurrency=1, rows_per_shard=0)
     with pytest.raises(DataError, match=r"^the prompt column 'question' is not in the input"):

@@ -14,6 +14,8 @@ from llmbatch.engine.generation.seeds import mix
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 
+_HOTTEST: Final = float(np.finfo(np.float32).max)  # temperature: all tokens are as likely
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLists:
@@ -85,7 +87,7 @@ class SamplingColumns:
 
         given = column(lambda one: -1 if one.seed is None else one.seed, np.int64)
         return cls(
-            temperature=column(lambda one: one.temperature, np.float32),
+            temperature=column(lambda one: min(one.temperature, _HOTTEST), np.float32),
             top_k=column(lambda one: one.top_k, np.int32),
             top_p=column(lambda one: one.top_p, np.float32),
             seeds=_seeds(given, base_seed, requests.serial, requests.draw),

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmbatch.arguments import Paths, check_names, path, paths_of
+from llmbatch.arguments import Paths, check_names, path, paths_of, refusal
 from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool
@@ -43,6 +43,11 @@ class OnlineExperiment(OnlineOptions):
 
     online: str
     offline: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mix is not None and not self.offline:
+            raise refusal("mix", "come with traces to draw from (--offline)", self.mix)
 
     @cached_property
     def cost(self) -> CostModel:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli.main import main
+from llmbatch.errors import ParameterError
 from llmbatch.simulation.online.experiment import OnlineExperiment, simulate_online
 from llmbatch.simulation.online.options import OnlinePolicy
 
@@ -111,6 +112,11 @@ def test_without_a_job_there_is_no_bound_and_online_requests_run_alone(trace: st
     report = simulate_online(trace, policy="fcfs")
     assert (report.bound_seconds, report.bound_share, report.job.rows) == (None, None, 0)
     assert report.online.requests == 30
+
+
+def test_a_mix_needs_traces_to_draw_from(trace: str) -> None:
+    with pytest.raises(ParameterError, match=r"^mix must come with traces to draw from \(--offline\), got 'table2-1'$"):
+        simulate_online(trace, mix="table2-1")
 
 
 def test_what_can_never_fit_is_counted_and_left_out(trace: str) -> None:
