@@ -108,7 +108,7 @@ def test_a_stream_that_nobody_reads_starts_nothing(operator: Any) -> None:
 
 
 def test_streams_of_one_engine_do_not_wait_for_each_other(operator: Any) -> None:
-    streams = [operator.stream(Read().reader, window_rows=10) for _ in range(3)]
+    streams = [operator.stream(Read().reader, window_rows=40) for _ in range(3)]
     for batches in zip(*streams, strict=True):
         assert len({tuple(batch["generated_text"].to_pylist()) for batch in batches}) == 1
         assert operator(pa.Table.from_batches([batches[0].select(SCHEMA.names)])).num_rows == batches[0].num_rows

@@ -237,6 +237,7 @@ def test_answers_are_kept_for_the_next_evaluation(
     assert metrics(evaluate(ours, tasks, tuple(TASKS), use_cache=kept)) == metrics(first)
 
 
+@pytest.mark.slow
 def test_torch_makes_llmbatch_known_to_the_harness(folder: str, tasks: Path) -> None:
     """The command imports no plug-ins, but torch does."""
     if "llmbatch" not in entry_points(group="torch.backends").names:

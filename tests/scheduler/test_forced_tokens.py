@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -17,6 +17,7 @@ from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
@@ -137,7 +138,7 @@ def run(scheduler: Scheduler, engine: Forcing, memory: Memory | None = None) -> 
     workloads(), st.sampled_from([1, 3, 16]), st.integers(0, 30), st.integers(1, 30), st.integers(0, 1000),
     st.sampled_from(ENDS), st.sampled_from(BUDGETS),
 )  # fmt: skip  # arguments in groups
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_request_ends_with_all_its_tokens_each_computed_once(
     load: Workload, size: int, extra: int, most: int, seed: int, ends: Ends, budget: Budget
 ) -> None:
@@ -159,7 +160,7 @@ def test_every_request_ends_with_all_its_tokens_each_computed_once(
     workloads(), st.sampled_from([1, 3, 16]), st.integers(1, 20), st.integers(0, 30), st.integers(0, 12),
     st.integers(1, 30), st.sampled_from(ENDS), st.sampled_from(BUDGETS),
 )  # fmt: skip  # arguments in groups
-@settings(max_examples=75, deadline=None)
+@examples(75)
 def test_so_it_is_where_layers_have_windows(
     load: Workload, size: int, window: int, extra: int, more: int, most: int, ends: Ends, budget: Budget
 ) -> None:
@@ -175,7 +176,7 @@ def test_so_it_is_where_layers_have_windows(
     workloads(), st.sampled_from([1, 3, 16]), st.integers(0, 30), st.integers(1, 30), st.sampled_from(BUDGETS),
     st.sampled_from([np.inf, 0.2, 0.03, 0.006]), st.floats(0, 1), st.integers(0, 1000),
 )  # fmt: skip  # arguments in groups
-@settings(max_examples=75, deadline=None)
+@examples(75)
 def test_so_it_is_among_guests(
     load: Workload, size: int, extra: int, most: int, budget: Budget, bound: float, share: float, seed: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
-from llmbatch.planning.workload import Scheduling, Workload
+from llmbatch.planning.workload import Scheduling
 from llmbatch.simulation.even_replicas import EvenReplicas
 from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import Knowledge, Simulation, describe, pool_of
@@ -38,21 +39,26 @@ def trace_of(prompts: NDArray[np.int32], answers: NDArray[np.int32]) -> Trace:
     )
 
 
-def simulate(trace: Trace, lengths: Knowledge = "sampled") -> Simulation:
-    """Run it on four replicas."""
-    return simulate_trace(trace, COST, POOL, SCHEDULING, lengths=lengths, max_tokens=MOST, replicas=4)
+def simulate(lengths: Knowledge) -> Simulation:
+    """Run rows on four replicas."""
+    return simulate_trace(long_tailed(), COST, POOL, SCHEDULING, lengths=lengths, max_tokens=MOST, replicas=4)
 
 
-def parts_of(trace: Trace) -> tuple[EvenReplicas, Workload]:
+simulated = cache(simulate)
+
+
+@cache
+def uneven_parts() -> EvenReplicas:
     """The parts of a run in which the first replica was given three quarters of all rows."""
+    trace = long_tailed()
     workload = describe(trace, POOL, "sampled", MOST)
     engines = EvenReplicas(workload, trace.output_lengths, COST, POOL, SCHEDULING)
     engines.run(np.split(np.arange(ROWS, dtype=np.int32), [ROWS * 3 // 4, ROWS * 5 // 6, ROWS * 11 // 12]))
-    return engines, workload
+    return engines
 
 
 def test_each_row_ends_once() -> None:
-    engines, _ = parts_of(long_tailed())
+    engines = uneven_parts()
     ended = np.concatenate([part.loop.log.ended[: part.loop.log.counts[0].ended] for part in engines.parts])
     assert sorted(ended.tolist()) == list(range(ROWS))
 
@@ -71,7 +77,7 @@ def test_each_row_ends_once_where_lots_of_steps_take_long() -> None:
 
 def test_what_moved_goes_on_where_it_was() -> None:
     trace = long_tailed()
-    engines, _ = parts_of(trace)
+    engines = uneven_parts()
     assert len(engines.parts) > 4
     for part in engines.parts:
         ended = part.loop.log.ended[: part.loop.log.counts[0].ended]
@@ -79,26 +85,26 @@ def test_what_moved_goes_on_where_it_was() -> None:
 
 
 def test_pages_add_up_after_moves() -> None:
-    engines, _ = parts_of(long_tailed())
+    engines = uneven_parts()
     for part in engines.parts:
         part.run.scheduler.check()
 
 
 @pytest.mark.parametrize("lengths", ["sampled", "known"])
 def test_replicas_end_together(lengths: Knowledge) -> None:
-    report = simulate(long_tailed(), lengths).report
+    report = simulated(lengths).report
     assert np.mean(report.replica_seconds) > 0.9 * report.seconds
 
 
 def test_devices_join_at_the_end() -> None:
-    engines, _ = parts_of(long_tailed())
+    engines = uneven_parts()
     last = max(engines.parts, key=lambda part: part.ends)
     assert len(last.devices) == 4
     assert sum(part.devices == last.devices for part in engines.parts) == 1
 
 
 def test_no_figure_of_joined_devices_passes_its_bound() -> None:
-    report = simulate(long_tailed()).report
+    report = simulated("sampled").report
     assert 0.1 < report.peak_kv_fraction <= 1.0
     assert report.fraction_of_optimal <= 1.0
 
@@ -111,7 +117,7 @@ def test_devices_that_are_not_wired_stay_apart() -> None:
 
 
 def test_uneven_shards_become_even() -> None:
-    engines, _ = parts_of(long_tailed())
+    engines = uneven_parts()
     busy = np.zeros(4)
     for part in engines.parts:
         busy[list(part.devices)] += part.loop.seconds
@@ -119,6 +125,6 @@ def test_uneven_shards_become_even() -> None:
 
 
 def test_two_runs_are_the_same() -> None:
-    first, second = (simulate(long_tailed()) for _ in range(2))
+    first, second = simulated("sampled"), simulate("sampled")
     assert first.report.seconds == second.report.seconds
     assert first.steps_table().equals(second.steps_table())

@@ -20,7 +20,7 @@ from llmbatch.simulation.splits import Offer, Split, host_of, splits_of
 SCHEDULING = Scheduling(max_running=1024)
 DEVICES = {"h100": 4, "l40s": 8}
 PRICE = {"h100": 2.5, "l40s": 0.2}  # dollars an hour
-KINDS = {  # prompt tokens and the median of answers of 60 rows
+KINDS = {  # prompt tokens and the median of answers of 30 rows
     "long prompts": (3000, 10),
     "long answers": (30, 40),
 }
@@ -29,7 +29,7 @@ KINDS = {  # prompt tokens and the median of answers of 60 rows
 def jobs_of(kind: str, seed: int = 0) -> tuple[Workload, NDArray[np.int32]]:
     """Rows that share nothing, and the tokens of their answers."""
     prompt, median = KINDS[kind]
-    rng, rows = np.random.default_rng(seed), 60
+    rng, rows = np.random.default_rng(seed), 30
     lengths = rng.integers(prompt // 2, 2 * prompt, rows)
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     tree = PrefixTree.build(rng.integers(0, 50_000, offsets[-1]).astype(np.int32), offsets)
