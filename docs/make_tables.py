@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from llmbatch.choices import Keyword, keywords_of
-from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
+from llmbatch.inference.keywords import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs, SearchArgs
 from llmbatch.serving.options import ServingArgs
 

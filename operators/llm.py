@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeVar, Unpack, cast
 import pyarrow as pa
 
 from llmbatch.arguments import whole
-from llmbatch.inference.options import OptionArgs, Options
+from llmbatch.inference.keywords import OptionArgs
+from llmbatch.inference.options import Options
 from llmbatch.operators.columns_read import answer_schema, columns_read
 from llmbatch.operators.readers import answered_reader
 from llmbatch.operators.tables import instance_of, to_arrow

@@ -26,7 +26,8 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoTokenizer
 
-from llmbatch.inference.options import EngineArgs, Options
+from llmbatch.inference.keywords import EngineArgs
+from llmbatch.inference.options import Options
 from llmbatch.inference.progress import choose
 from llmbatch.inference.worker import Worker
 

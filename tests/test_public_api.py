@@ -18,7 +18,8 @@ from llmbatch.choices import keywords_of
 from llmbatch.cli.parser import make_parser
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, Options, PromptArgs
+from llmbatch.inference.keywords import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
+from llmbatch.inference.options import Options
 from llmbatch.jobs.options import DatasetArgs, ExplainArgs, InputArgs, JobArgs, JobOptions, RunArgs, SearchArgs
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams

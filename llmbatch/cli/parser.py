@@ -10,7 +10,7 @@ from llmbatch.arguments import nearest
 from llmbatch.choices import Keyword, keywords_of
 from llmbatch.cli.values import counts, json_object, number, number_of_bytes, prices, seconds, sizes, whole_number
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
+from llmbatch.inference.keywords import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs, SearchArgs
 from llmbatch.serving.options import ServeArgs, ServingArgs
 from llmbatch.simulation.online.options import OnlineArgs

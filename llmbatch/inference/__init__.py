@@ -6,6 +6,7 @@ Start reading at `worker`.
 
 __all__ = [
     "error_policy",
+    "keywords",
     "options",
     "progress",
     "report",

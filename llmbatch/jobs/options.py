@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 
 from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
 from llmbatch.choices import CHANGED_ROWS, OUTPUT_FORMATS, ChangedRows, Compression, Keyword, OutputFormat
-from llmbatch.inference.options import OptionArgs
+from llmbatch.inference.keywords import OptionArgs
 
 
 @dataclass(frozen=True, kw_only=True)

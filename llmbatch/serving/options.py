@@ -10,7 +10,7 @@ from typing import Annotated, Any, Required, TypedDict
 from llmbatch.arguments import INT32_MAX, check_names, finite, path, refusal, text, whole
 from llmbatch.choices import Keyword
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import EngineArgs
+from llmbatch.inference.keywords import EngineArgs
 
 _MOST_PORT = 2**16 - 1
 
