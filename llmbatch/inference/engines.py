@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.choices import DType
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.outline import (
@@ -288,33 +287,3 @@ def _describe(folder: str, options: Options, platform: Platform | None = None) -
 def tokenizer_of(folder: str, options: Options) -> Tokenizer:
     """Load the tokenizer in a model's folder."""
     return load_tokenizer(folder, name=options.model, trust_remote_code=options.trust_remote_code)
-
-
-def _host_type(options: Options) -> DType | None:
-    """Return the dtype of what a processor computes of the model, all of it or attention; None where it does not."""
-    if options.engine == "simulated":
-        return None
-    from llmbatch.engine.devices import find_platform
-
-    platform = find_platform(options.device, kv=options.kv)
-    if platform.attends_on_host:
-        return "float32" if options.dtype == "float32" else "bfloat16"
-    return options.dtype if platform.is_host else None
-
-
-def compile_ahead(options: Options) -> None:
-    """Have another process compile a part of the kernels, before this one imports what takes seconds."""
-    dtype = _host_type(options)
-    if dtype is not None:
-        from llmbatch.engine.cpu.compilation import compile_ahead
-
-        compile_ahead(dtype, options.kv_cache_dtype)
-
-
-def compile_kernels(options: Options) -> None:
-    """Compile what a processor needs of them, or load it, while there is no model yet."""
-    dtype = _host_type(options)
-    if dtype is not None:
-        from llmbatch.engine.cpu.compilation import compile_kernels
-
-        compile_kernels(dtype, options.kv_cache_dtype)
