@@ -8,9 +8,17 @@ from pathlib import Path
 
 from llmbatch.errors import JobError
 
+_told = math.inf  # bytes that this process was told to take at most
+
+
+def take_at_most(memory: float) -> None:
+    """Tell this process to take no more than so many bytes, as if it were in a control group of them."""
+    global _told
+    _told = memory
+
 
 def available_memory() -> int:
-    """Return the bytes this process may still take: of the machine, or of its control group if that is less."""
+    """Return the bytes this process may still take: of the machine, of its control group or of what it was told."""
     free: float = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:
@@ -26,7 +34,12 @@ def available_memory() -> int:
         elif controllers == "memory":
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             free = min(free, _free_in_group("/sys/fs/cgroup/memory", path, *names))
-    return int(free)
+    return int(min(free, max(0.0, _told - _taken())))
+
+
+def _taken() -> int:
+    """Return the bytes of the machine's memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def out_of_memory(error: Exception, what: str) -> JobError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -122,6 +122,20 @@ def _some(actors: int) -> int:
             option="concurrency",
         )
     return actors
+
+
+def memory_of_actor(node: Mapping[str, float], reserved: Mapping[str, float], most: int) -> float:
+    """Return the bytes that an actor may take of its node's memory, which up to `most` others of a job may share.
+
+    `node` and `reserved` are what the node has, and what the actor reserves of it, by the names of Ray's resources.
+
+    >>> memory_of_actor({"CPU": 8, "memory": 6e10}, {"CPU": 2}, most=12) / 1e9
+    15.0
+    """
+    if reserved.get("memory"):
+        return reserved["memory"]
+    rooms = [math.floor(node.get(kind, 0.0) / each) for kind, each in reserved.items() if each]
+    return node.get("memory", math.inf) / max(1, min([most, *rooms]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import hashlib
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,7 +37,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import SharedEngine
-from llmbatch.operators.ray.cluster import actor_pool
+from llmbatch.operators.ray.cluster import actor_pool, memory_of_actor
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
@@ -45,6 +46,7 @@ from llmbatch.operators.ray.place import Place
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 from llmbatch.operators.workers import worker_of
+from llmbatch.system.memory import take_at_most
 
 if TYPE_CHECKING:
     from llmbatch.operators.llm import LLMOperator
@@ -110,7 +112,12 @@ def map_dataset(
     return _map(
         packed,
         _Actor,
-        fn_constructor_kwargs={"options": options, "ledger": ledger, "host_dtype": cast(DType, worker.dtype)},
+        fn_constructor_kwargs={
+            "options": options,
+            "ledger": ledger,
+            "host_dtype": cast(DType, worker.dtype),
+            "most": pool.most,
+        },
         batch_size=1,
         compute=_strategy(pool.fewest, pool.most),
         **{name: value for name, value in given.items() if value is not None},
@@ -219,8 +226,13 @@ def _pack(table: pa.Table) -> pa.Table:
 class _Actor:
     """What Ray Data constructs in each actor, and calls with one shard at a time in each of a few threads."""
 
-    def __init__(self, options: Options, ledger: Any, host_dtype: DType) -> None:
-        """Take an operator's options; `host_dtype` is the dtype of actors on processors, measured once for all."""
+    def __init__(self, options: Options, ledger: Any, host_dtype: DType, most: int) -> None:
+        """Take an operator's options; `host_dtype` is the dtype of actors on processors, measured once for all.
+
+        The job has `most` actors at most.
+        """
+        context: Any = ray.get_runtime_context()
+        take_at_most(memory_of_actor(_resources_of(context.get_node_id()), context.get_assigned_resources(), most))
         if options.engine == "torch" and options.dtype == "auto":
             from llmbatch.engine.devices import find_platform
 
@@ -228,7 +240,6 @@ class _Actor:
                 options = replace(options, dtype=host_dtype)
         self._options = options
         self._reports = LedgerReports(ledger)
-        context = ray.get_runtime_context()
         actor = str(context.get_actor_id())
         file = Path(tempfile.gettempdir()) / f"llmbatch-flight-{actor}-{os.getpid()}"
         self._flight = InFlightRows(file)
@@ -255,6 +266,12 @@ class _Actor:
         schema = AnswerSchema.of(self._options, table.schema)
         call = ShardCall(shard, table, hashes, self._reports.begin(shard), self._flight, schema)
         return self._engine.answer(call, self._reports)
+
+
+def _resources_of(node_id: str) -> Mapping[str, float]:
+    """Return what a node of the cluster has."""
+    nodes: list[dict[str, Any]] = cast(Any, ray).nodes()
+    return next((node["Resources"] for node in nodes if node["NodeID"] == node_id), {})
 
 
 def _lost(home: ActorHome) -> NDArray[np.void] | None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("ray")
 
 from llmbatch.errors import ParameterError
-from llmbatch.operators.ray.cluster import NodeResources, Placement, place_actors
+from llmbatch.operators.ray.cluster import NodeResources, Placement, memory_of_actor, place_actors
 
 CPUS = st.one_of(st.integers(1, 64), st.sampled_from([0, 0.5, 1.5, 2.25, 7.75]))
 NODES = st.lists(st.builds(NodeResources, CPUS, st.integers(0, 8)), min_size=1, max_size=12).filter(
@@ -80,6 +80,26 @@ def test_what_the_user_gives_an_actor_holds() -> None:
     assert placed((8, 0), (8, 0), num_cpus=3) == Placement(4, 3, None)
     assert placed((9, 0), num_cpus=8) == Placement(1, 8, None)
     assert placed((8, 0), (2, 0), num_cpus=0) == Placement(2, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "most", "share"),
+    [
+        ({"CPU": 2.0}, 12, 0.25),
+        ({"CPU": 2.0}, 3, 1 / 3),
+        ({"CPU": 0.5, "GPU": 1.0}, 12, 0.5),
+        ({}, 12, 1 / 12),
+        ({"CPU": 8.0}, 12, 1.0),
+        ({"CPU": 9.0}, 12, 1.0),
+        ({"CPU": 1.0, "memory": 1e9}, 12, 1 / 60),
+    ],
+)
+def test_actors_share_the_memory_of_their_node(reserved: dict[str, float], most: int, share: float) -> None:
+    assert memory_of_actor({"CPU": 8.0, "GPU": 2.0, "memory": 6e10}, reserved, most) == pytest.approx(6e10 * share)
+
+
+def test_a_node_of_which_nothing_is_known_has_no_limit() -> None:
+    assert memory_of_actor({}, {}, 4) == math.inf
 
 
 def test_ranks_have_a_core_each() -> None:
