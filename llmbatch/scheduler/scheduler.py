@@ -299,8 +299,12 @@ class Scheduler:
         publish(self.state.pages, finished.pages, finished.requests, answers, finished.reasons < FinishReason.ERROR)
 
     def withdraw(self, requests: NDArray[np.int32], reason: FinishReason) -> FinishedSequences:
-        """End those of the requests that run, between two steps; their slots are free again."""
+        """End those of the requests that run, between two steps; their slots are free again.
+
+        Those that followed another one's prompt follow nobody now, and run no more.
+        """
         state = self.state
+        state.equal.follows[requests] = False
         slots = np.flatnonzero(np.isin(state.run.slots["request"], requests)).astype(np.int32)
         finished = FinishedSequences.of(state.run, state.pages, slots, np.full(len(slots), reason, np.uint8))
         if len(slots):

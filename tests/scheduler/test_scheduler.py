@@ -227,6 +227,37 @@ def test_what_follows_a_withdrawn_sequence_runs_by_itself() -> None:
     assert sorted(np.concatenate([finished.requests for finished in ended]).tolist()) == list(range(1, 70))
 
 
+@pytest.mark.parametrize("gone", [[0, 1, 2, 3, 4], [0, 2], [1, 2], [4]])
+def test_what_followed_and_is_withdrawn_is_not_among_other_rows(gone: list[int]) -> None:
+    load = Workload([[1] * 9] * 5, np.full(5, 2, np.int32), np.full(5, 2.0))
+    scheduler = scheduler_for(load, 4, 100, FromFront(), FixedBudget(4))
+    step = scheduler.decide()
+    scheduler.commit(step, SimulatedEngine(load.lengths, COST).execute(step))
+    assert step.requests.tolist() == [0]
+    finished = scheduler.withdraw(np.array(gone, np.int32), FinishReason.CANCELLED)
+    assert finished.requests.tolist() == [0] * (gone[0] == 0)
+    scheduler.check()
+
+    kept = np.setdiff1d(np.arange(5), gone).astype(np.int32)
+    numbers = np.full(5, -1, np.int32)
+    numbers[kept] = np.arange(len(kept))
+    rest = Workload([[1] * 9] * len(kept) + [[7] * 5], np.full(len(kept) + 1, 2, np.int32), np.full(len(kept) + 1, 2.0))
+    scheduler.rebind(
+        rest.prompt_lengths,
+        trie=rest.trie(4),
+        lengths=Believed(rest.believed),
+        numbers=numbers,
+        max_running=8,
+        equal=rest.equal(),
+    )
+    scheduler.check()
+    everything = np.arange(len(rest.prompts), dtype=np.int32)
+    update = QueueUpdate(everything, rest.believed, FromFront(), FixedBudget(4), compute=1.0, memory=1.0)
+    scheduler.enqueue(update)
+    _, ended = run(rest, scheduler)
+    assert sorted(np.concatenate([each.requests for each in ended]).tolist()) == everything.tolist()
+
+
 def test_underestimated_lengths_preempt_the_newest_and_keep_what_it_generated() -> None:
     load = Workload([[i] * 8 for i in range(4)], np.full(4, 30, np.int32), np.full(4, 2.0))
     scheduler = scheduler_for(load, 4, 20, FromFront(), FixedBudget(100))
