@@ -18,6 +18,7 @@ from llmbatch.inference.answers.assembler import Texts
 from llmbatch.inference.answers.columns import AnswerColumns
 from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.openai.answers import answer_body, usage_of
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.online.guests import GuestEnd
 from llmbatch.serving.api_requests import ApiRequest
 from llmbatch.serving.bridge import Reply
@@ -35,7 +36,7 @@ class AnswerWriting:
     model: str
     texts: Texts
     columns: AnswerColumns
-    stream: Callable[[tuple[str, ...]], TextStream]  # of an answer with these stop strings
+    stream: Callable[[SamplingParams], TextStream]  # of an answer
 
     def row(self, api_request: ApiRequest, ends: list[GuestEnd]) -> dict[str, Any]:
         """Make the row of an answer, as batches have it. Raises Refused where a draw failed."""
@@ -101,7 +102,7 @@ class Answering(Response):
         chunks = Chunks(api_request.url, self._name, self._facts, api_request.include_usage)
         places = _places(api_request)
         yield b"".join(chunks.begin(index) for indices in places for index in indices)
-        texts = [writing.stream(api_request.params.stop) for _ in places]
+        texts = [writing.stream(api_request.params) for _ in places]
         ends: dict[int, GuestEnd] = {}
         while len(ends) < len(places):
             draw, said = await self._reply.news()

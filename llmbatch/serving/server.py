@@ -34,6 +34,7 @@ from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.jobs.job import run_by
 from llmbatch.openai.validation import refuse_others
 from llmbatch.preprocess.request_batch import RowRequests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.remote.windows.routes import window_routes
 from llmbatch.remote.windows.service import WindowService
@@ -163,8 +164,9 @@ def writing_of(worker: Worker) -> AnswerWriting:
     tokenizer, simulated = worker.tokenizer, worker.options.engine == "simulated"
     special = frozenset() if simulated else byte_tokens(tokenizer)
 
-    def stream(stop: tuple[str, ...]) -> TextStream:
-        return TextStream(_nothing if simulated else partial(_decode, tokenizer), stop, special)
+    def stream(params: SamplingParams) -> TextStream:
+        decode = _nothing if simulated else partial(_decode, tokenizer)
+        return TextStream(decode, params.stop, special, min_tokens=params.min_tokens)
 
     texts = placeholder_texts if simulated else AnswerTexts(tokenizer)
     return AnswerWriting(worker.options.model, texts, AnswerColumns(tokenizer), stream)

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.engine.generation.stop_strings import find_stop
 from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 Decode = Callable[[NDArray[np.int32]], str]
@@ -29,8 +30,18 @@ _KEPT: Final = 8  # of them when the window moves, so that its first token is no
 class TextStream:
     """The text of one answer, handed on piece by piece."""
 
-    def __init__(self, decode: Decode, stop: tuple[str, ...] = (), byte_tokens: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        stop: tuple[str, ...] = (),
+        byte_tokens: frozenset[int] = frozenset(),
+        *,
+        min_tokens: int = 0,
+    ) -> None:
+        """Take what turns tokens into text, and the strings that end it, but not before its `min_tokens`-th token."""
         self._decode, self._stop, self._byte_tokens = decode, stop, byte_tokens
+        self._before = max(0, min_tokens - 1)  # tokens to come behind which a stop string may end the answer
+        self._free = 0  # characters behind which it ends then
         self._tokens: list[int] = []  # of the window
         self._known = ""  # text of the window that cannot change
         self._held = ""  # the end of it that may begin a stop string
@@ -41,9 +52,16 @@ class TextStream:
         """Take the next tokens, int32 [n]; returns the text that is certain now and was not before."""
         if self._stopped:
             return ""
+        if 0 < self._before < len(tokens):
+            before = self._before
+            return self.add(tokens[:before]) + self.add(tokens[before:])
         self._tokens += tokens.tolist()
         fresh = self._held + self._grow()
-        found = min((at for at in map(fresh.find, self._stop) if at >= 0), default=len(fresh))
+        if self._before:
+            self._before -= len(tokens)
+            self._free = self._sent + len(fresh)
+        found = find_stop(fresh, self._stop, max(0, self._free - self._sent))
+        found = len(fresh) if found < 0 else found
         held = self._beginning(fresh)
         self._stopped = found < len(fresh) and found <= held
         piece, self._held = fresh[: min(found, held)], fresh[min(found, held) :]

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.generation.columns import SamplingColumns, TokenLists
@@ -27,6 +28,26 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, TokenLists):
         return all(same(getattr(one, part.name), getattr(other, part.name)) for part in fields(TokenLists))
     return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "min_tokens", "stops"),
+    [
+        ([1, *[0] * 40, 1], 0, True),  # tokens without text between its characters
+        ([2, *[0] * 40, 1], 0, False),
+        ([1, 1, 2, 0], 4, False),
+        ([1, 1, 2, 1, 1], 4, True),
+        ([2, 1, 1], 3, True),
+    ],
+)
+def test_a_stop_string_ends_an_answer_with_its_last_character(tokens: list[int], min_tokens: int, stops: bool) -> None:
+    texts = ("", "b", "x")
+    buffers = TokenBuffers([], lambda tokens: "".join(texts[token] for token in tokens))
+    params = SamplingParams(max_tokens=99, stop=("bb",), min_tokens=min_tokens)
+    buffers.begin(replace(batch_of([[1, 2]]), params=(params,)))
+    buffers.tokens[0, : len(tokens)], buffers.lengths[0] = tokens, len(tokens)
+    untyped: Any = buffers
+    assert untyped._stopped(0, 0) is stops
 
 
 def test_the_highest_temperatures_are_as_high_as_numbers_go() -> None:

@@ -111,6 +111,21 @@ def test_sampled_answers_do_not_depend_on_the_order(model: str) -> None:
     assert not one["generated_text"].equals(answer(model)["generated_text"])
 
 
+def test_no_stop_string_ends_or_cuts_an_answer_before_min_tokens(model: str) -> None:
+    plain = answer(model, ignore_eos=True)["generated_text"].to_pylist()
+    early, late = ({letter for text in plain for letter in text[part]} for part in (slice(0, 1), slice(5, None)))
+    stop = min(letter for letter in early & late if letter.isascii())
+    rows = answer(model, ignore_eos=True, stop=[stop], min_tokens=4).to_pylist()
+    assert any(stop in row["generated_text"] for row in rows)
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    for row, text in zip(rows, plain, strict=True):
+        if row["finish_reason"] == "length":
+            assert row["generated_text"] == text
+        else:
+            assert row["num_generated_tokens"] >= 4
+            assert text.startswith(row["generated_text"] + stop)
+
+
 def test_a_stop_string_ends_an_answer_and_is_cut_off(model: str) -> None:
     plain = answer(model, ignore_eos=True)["generated_text"].to_pylist()
     stop = next(letter for text in plain for letter in text[1:] if letter.isascii())

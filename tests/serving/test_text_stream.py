@@ -48,11 +48,15 @@ def falling_back() -> FastTokenizer:
 WORDS = falling_back()
 
 
-def streamed(tokenizer: FastTokenizer, tokens: list[int], stop: tuple[str, ...], cuts: list[int]) -> tuple[str, str]:
+def streamed(
+    tokenizer: FastTokenizer, tokens: list[int], stop: tuple[str, ...], cuts: list[int], *, min_tokens: int = 0
+) -> tuple[str, str]:
     """The text in pieces, joined, and the text as a whole."""
     whole = decode(tokenizer, np.array(tokens, np.int32))
-    found = min((at for at in map(whole.find, stop) if at >= 0), default=len(whole))
-    stream = TextStream(partial(decode, tokenizer), stop, byte_tokens(tokenizer))
+    free = len(decode(tokenizer, np.array(tokens[: max(0, min_tokens - 1)], np.int32)).rstrip("\ufffd"))
+    ends = ((whole.find(one, at), len(one)) for one in stop for at in range(len(whole)))
+    found = min((at for at, length in ends if at >= 0 and at + length > free), default=len(whole))
+    stream = TextStream(partial(decode, tokenizer), stop, byte_tokens(tokenizer), min_tokens=min_tokens)
     bounds = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
     pieces = [stream.add(np.array(tokens[a:b], np.int32)) for a, b in pairwise(bounds)]
     return "".join([*pieces, stream.end(whole[:found])]), whole[:found]
@@ -67,6 +71,14 @@ def test_pieces_of_any_bytes_are_the_whole_text(tokens: list[int], cuts: list[in
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=120), STOPS, st.lists(st.integers(0, 300)))
 def test_pieces_of_text_are_cut_before_stop_strings(text: str, stop: tuple[str, ...], cuts: list[int]) -> None:
     joined, whole = streamed(BYTES, tokens_of(text), stop, cuts)
+    assert joined == whole
+
+
+@given(st.text("abé", max_size=60), STOPS, st.lists(st.integers(0, 60)), st.integers(0, 40))
+def test_no_stop_string_cuts_pieces_before_min_tokens(
+    text: str, stop: tuple[str, ...], cuts: list[int], min_tokens: int
+) -> None:
+    joined, whole = streamed(BYTES, tokens_of(text), stop, cuts, min_tokens=min_tokens)
     assert joined == whole
 
 

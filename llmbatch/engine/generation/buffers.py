@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.generation.append import append_tokens, find_room
 from llmbatch.engine.generation.columns import SamplingColumns
-from llmbatch.engine.generation.stop_strings import StopTokens, last_characters
+from llmbatch.engine.generation.stop_strings import StopTokens, find_stop, known_characters, last_characters
 from llmbatch.engine.grammars import Grammars
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
@@ -288,9 +288,19 @@ class TokenBuffers:
 
     def _stopped(self, slot: int, request: int) -> bool:
         """Tell whether the newest token completes one of the request's stop strings."""
-        assert self._decode is not None
         stop = self.requests.params[self.requests.params_index[request]].stop
+        length, least = int(self.lengths[slot]), int(self.columns.min_tokens[request])
         window = 8 + 4 * max(len(text) for text in stop)  # a character may take four tokens, of a byte each
-        length = int(self.lengths[slot])
-        tail = self._decode(self.tokens[slot, max(0, length - window) : length])
-        return any(text in tail for text in stop)
+        while True:
+            begin = max(0, length - window)
+            tail = self._text(slot, begin, length)
+            free = known_characters(self._text(slot, begin, least - 1)) if begin < least - 1 else 0
+            if find_stop(tail, stop, free) >= 0:
+                return True
+            if begin == 0 or len(tail) >= window // 4:
+                return False
+            window *= 4  # most of these tokens have no text
+
+    def _text(self, slot: int, begin: int, end: int) -> str:
+        assert self._decode is not None
+        return self._decode(self.tokens[slot, begin:end])

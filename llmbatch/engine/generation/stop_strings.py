@@ -1,4 +1,4 @@
-"""Which tokens can complete a stop string, by the text of each token alone.
+"""Where a stop string ends an answer, and which tokens can complete one, by the text of each token alone.
 
 To decode the end of every row at every token costs tens of milliseconds a step of 2,048 rows. But the last character
 of a stop string comes with the token that completes it. So a row is decoded only if the text of its newest token, which
@@ -21,6 +21,23 @@ _REPLACEMENT: Final = "\ufffd"
 def last_characters(stop: Sequence[str]) -> str:
     """Return the characters that a token must have one of to complete one of these strings."""
     return "".join(sorted({text[-1] for text in stop}))
+
+
+def find_stop(text: str, stop: Sequence[str], free: int = 0) -> int:
+    """Find where the first stop string begins that ends behind `free` characters; -1: there is none.
+
+    Before `min_tokens` no stop string ends an answer: its text is `free` but for the last of these tokens.
+
+    >>> find_stop("abcab", ["ab"]), find_stop("abcab", ["ab"], free=2), find_stop("abcab", ["ab"], free=5)
+    (0, 3, -1)
+    """
+    found = (text.find(each, max(0, free - len(each) + 1)) for each in stop)
+    return min((at for at in found if at >= 0), default=-1)
+
+
+def known_characters(text: str) -> int:
+    """Count the characters of a text but for a last one of which not all tokens are there."""
+    return len(text.rstrip(_REPLACEMENT))
 
 
 class StopTokens:

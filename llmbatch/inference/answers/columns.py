@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import TokenLogprobs
+from llmbatch.engine.generation.stop_strings import find_stop, known_characters
 from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -24,7 +25,7 @@ Value = Any  # of a column, as Arrow takes it from Python
 
 @dataclass(frozen=True, slots=True)
 class AnswerTexts:
-    """The texts of generated tokens: without special tokens, each cut before the first of its stop strings."""
+    """The texts of generated tokens: without special tokens, each cut before the stop string that ends it."""
 
     tokenizer: Tokenizer
 
@@ -33,11 +34,13 @@ class AnswerTexts:
     ) -> list[str]:
         """Decode the answers to the requests `index` of a batch."""
         texts = self.tokenizer.decode(answers)
-        stops = [requests.params[i].stop for i in requests.params_index[index].tolist()]
-        for i, stop in enumerate(stops):
-            if stop:
-                found = [at for at in map(texts[i].find, stop) if at >= 0]
-                texts[i] = texts[i][: min(found, default=len(texts[i]))]
+        params = [requests.params[i] for i in requests.params_index[index].tolist()]
+        stopped = [i for i, one in enumerate(params) if one.stop]
+        before = {i: answers[i][: params[i].min_tokens - 1] for i in stopped if params[i].min_tokens > 1}
+        free = dict(zip(before, map(known_characters, self.tokenizer.decode(list(before.values()))), strict=True))
+        for i in stopped:
+            found = find_stop(texts[i], params[i].stop, free.get(i, 0))
+            texts[i] = texts[i][:found] if found >= 0 else texts[i]
         return texts
 
 
