@@ -60,7 +60,8 @@ class ReceivedRows:
         for window in windows.values():
             mine = [(row, parts) for of, row, parts in held if of is window]
             rows = np.array([row for row, _ in mine], np.int32)
-            self._sink.write(window, self._columns.build(window, rows, [parts for _, parts in mine]))
+            for batch in self._columns.batches(window, rows, [parts for _, parts in mine]):
+                self._sink.write(window, batch)
 
     def _hold(self, window: Window, row: int, parts: list[RequestAnswer]) -> None:
         if window.done[row]:

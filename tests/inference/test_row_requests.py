@@ -13,6 +13,8 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import llmbatch
+from llmbatch.inference.answers import columns as answer_columns
+from llmbatch.inference.answers.columns import AnswerColumns
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 TEXTS = ["abc abd", "hello there", "abc abd abe", "zz", "the quick brown fox", "a"]
@@ -110,6 +112,23 @@ def check(told: list[dict[str, Any]], tokens: list[int], expected: torch.Tensor,
         assert one["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
         best = row.topk(likely)
         assert [each["logprob"] for each in one["top"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_what_is_told_of_many_tokens_comes_in_pieces(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 3, "logprobs": 3, "prompt_logprobs": 2}
+    expected = ask(folders("llama"), **options)
+    made: list[int] = []
+    build = AnswerColumns._build
+
+    def counting(columns: AnswerColumns, window: Any, rows: Any, answers: Any) -> pa.RecordBatch:
+        made.append(len(rows))
+        return build(columns, window, rows, answers)
+
+    monkeypatch.setattr(answer_columns, "_TOLD_AT_ONCE", 100)
+    monkeypatch.setattr(AnswerColumns, "_build", counting)
+    assert ask(folders("llama"), **options) == expected
+    assert len(made) > 2
+    assert sum(made) == len(TEXTS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

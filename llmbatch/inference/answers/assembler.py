@@ -208,8 +208,8 @@ class AnswerAssembler(EngineObserver[Window]):
         talks, self._talks = self._talks, {}
         for conversations in talks.values():
             rows, answers = conversations.take()
-            if len(rows):
-                self._sink.write(conversations.window, self._columns.build(conversations.window, rows, answers))
+            for batch in self._columns.batches(conversations.window, rows, answers):
+                self._sink.write(conversations.window, batch)
         windows = {id(ended.window): ended.window for ended in held}
         for key, window in windows.items():
             self._hand_on(window, [ended for ended in held if id(ended.window) == key])
@@ -299,8 +299,8 @@ class AnswerAssembler(EngineObserver[Window]):
     def _hand_on_rows(self, window: Window, rows: NDArray[np.int32], parts: RowParts) -> None:
         """Hand on rows of which every request has ended."""
         rows = rows[~window.done[rows]]
-        if len(rows):
-            self._sink.write(window, self._columns.build(window, rows, [parts.of(row) for row in rows.tolist()]))
+        for batch in self._columns.batches(window, rows, [parts.of(row) for row in rows.tolist()]):
+            self._sink.write(window, batch)
 
 
 def _failed_rows(

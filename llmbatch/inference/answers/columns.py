@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,11 +14,14 @@ from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.generation.stop_strings import find_stop, known_characters
 from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
+from llmbatch.io.gather import pieces
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 REASONS: Final = ["error", "stop", "length", "error", "error", "error"]  # by `FinishReason`
+
+_TOLD_AT_ONCE: Final = 1 << 18  # log-probabilities of which Python objects are made together
 
 Value = Any  # of a column, as Arrow takes it from Python
 
@@ -50,8 +53,18 @@ class AnswerColumns:
 
     tokenizer: Tokenizer
 
-    def build(self, window: Window, rows: NDArray[np.int32], answers: Sequence[list[RequestAnswer]]) -> pa.RecordBatch:
-        """Build a batch of `AnswerSchema.rows`; `answers` are those of each row's requests."""
+    def batches(
+        self, window: Window, rows: NDArray[np.int32], answers: Sequence[list[RequestAnswer]]
+    ) -> Iterator[pa.RecordBatch]:
+        """Build batches of `AnswerSchema.rows`; `answers` are those of each row's requests.
+
+        What is told of tokens takes some hundred bytes for each, so a batch has no more than `_TOLD_AT_ONCE`, or a row.
+        """
+        told = [sum(map(_count_told, parts)) for parts in answers]
+        for begin, end in pieces(np.array(told, np.int64), _TOLD_AT_ONCE):
+            yield self._build(window, rows[begin:end], answers[begin:end])
+
+    def _build(self, window: Window, rows: NDArray[np.int32], answers: Sequence[list[RequestAnswer]]) -> pa.RecordBatch:
         schema, spelled = window.schema, self._spell(answers)
         values: dict[str, list[Value]] = {field.name: [] for field in schema.rows}
         for row, parts in zip(rows.tolist(), answers, strict=True):
@@ -126,6 +139,11 @@ def _turns(parts: list[RequestAnswer], spelled: dict[int, str]) -> dict[str, Val
     ]
     counted = ("num_input_tokens", "num_generated_tokens", "num_cached_tokens")
     return {**{name: sum(answer[name] for answer in answers) for name in counted}, "answers": answers}
+
+
+def _count_told(part: RequestAnswer) -> int:
+    """Count the log-probabilities that are told with an answer."""
+    return sum(one.tokens.size for one in (part.logprobs, part.prompt) if one is not None)
 
 
 def _told(told: TokenLogprobs | None, spelled: dict[int, str]) -> list[Value] | None:
