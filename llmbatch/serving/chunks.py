@@ -11,11 +11,14 @@ from llmbatch.openai.fields import CHAT
 from llmbatch.openai.logprobs import chat_logprobs, completion_logprobs
 
 DONE: Final = b"data: [DONE]\n\n"
+# Events end with \n alone, but clients exist that end lines here, too. In JSON these characters are in texts only.
+_LINE_ENDS: Final = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """Write one event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+    """Write one event, as a line to whoever reads it."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
