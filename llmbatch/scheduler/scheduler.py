@@ -299,17 +299,13 @@ class Scheduler:
         publish(self.state.pages, finished.pages, finished.requests, answers, finished.reasons < FinishReason.ERROR)
 
     def withdraw(self, requests: NDArray[np.int32], reason: FinishReason) -> FinishedSequences:
-        """End those of the requests that run, between two steps; their slots are free again.
-
-        Those that followed another one's prompt follow nobody now, and run no more.
-        """
-        state = self.state
-        state.equal.follows[requests] = False
-        slots = np.flatnonzero(np.isin(state.run.slots["request"], requests)).astype(np.int32)
-        finished = FinishedSequences.of(state.run, state.pages, slots, np.full(len(slots), reason, np.uint8))
-        if len(slots):
-            while self.state.run.counts[0].free < np.count_nonzero(self.state.equal.follows):
-                self.grow()
+        """End those of the requests that run, between two steps, and free their slots. None of them follows any more."""
+        run, follows = self.state.run, self.state.equal.follows
+        follows[requests] = False
+        slots = np.flatnonzero(np.isin(run.slots["request"], requests)).astype(np.int32)
+        finished = FinishedSequences.of(run, self.state.pages, slots, np.full(len(slots), reason, np.uint8))
+        while len(slots) and self.state.run.counts[0].free < np.count_nonzero(follows):
+            self.grow()
         for slot in slots.tolist():
             withdraw(self.state, slot, float(self.steps))
         return finished

@@ -4,4 +4,4 @@ Must not import models or kernels.
 Start reading at `buffers`.
 """
 
-__all__ = ["buffers", "seeds"]
+__all__ = ["buffers", "seeds", "stop_strings"]
