@@ -299,7 +299,7 @@ class Scheduler:
         publish(self.state.pages, finished.pages, finished.requests, answers, finished.reasons < FinishReason.ERROR)
 
     def withdraw(self, requests: NDArray[np.int32], reason: FinishReason) -> FinishedSequences:
-        """End those of the requests that run, between two steps, and free their slots. None of them follows any more."""
+        """End those of the requests that run, between two steps, and free their slots. None of them follows now."""
         run, follows = self.state.run, self.state.equal.follows
         follows[requests] = False
         slots = np.flatnonzero(np.isin(run.slots["request"], requests)).astype(np.int32)
