@@ -152,7 +152,7 @@ def prepare(
     if loaded.device.type != "cuda":
         if streamed is not None:
             cost = streamed_cost("link", cost_model(platform, model, config), streamed)
-            return EngineFactory(pool, cost, attention, notes=(*notes, *_of_link(pool, cost, streamed, config)))
+            return EngineFactory(pool, cost, attention, notes=(*notes, *_link_notes(pool, cost, streamed, config)))
         return EngineFactory(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
     from llmbatch.engine.gpu.graphs.mixed import mixed_sizes
@@ -173,7 +173,9 @@ def prepare(
     whole = Pool.of(memory, size, each, most=model.context_length, **kept)
     chosen = whole if config.kv_memory is None else pool
     if streamed is not None:
-        return EngineFactory(chosen, ceilings, attention, notes=(*notes, *_of_link(chosen, ceilings, streamed, config)))
+        return EngineFactory(
+            chosen, ceilings, attention, notes=(*notes, *_link_notes(chosen, ceilings, streamed, config))
+        )
     records = room.unrecorded is None
     uncalibrated = EngineFactory(whole, ceilings, attention, records=records, mixed=mixed, max_running=rows)
     calibration, found_notes = _calibration(uncalibrated, loaded, store_of(platform, model, config))
@@ -196,7 +198,7 @@ def _on_the_host(
     )
 
 
-def _of_link(pool: Pool, cost: CostModel, streamed: StreamedWeights, config: EngineConfig) -> tuple[str, ...]:
+def _link_notes(pool: Pool, cost: CostModel, streamed: StreamedWeights, config: EngineConfig) -> tuple[str, ...]:
     """Say what comes over the link; a device whose layers do is not calibrated, since the link binds."""
     return streaming_notes("link", pool.tokens, cost, streamed, host_may_attend=config.host_may_attend)
 

@@ -299,9 +299,9 @@ class Scheduler:
         publish(self.state.pages, finished.pages, finished.requests, answers, finished.reasons < FinishReason.ERROR)
 
     def withdraw(self, requests: NDArray[np.int32], reason: FinishReason) -> FinishedSequences:
-        """End those of the requests that run, between two steps, and free their slots. None of them follows now."""
+        """End those of the requests that run, between two steps, and free their slots."""
         run, follows = self.state.run, self.state.equal.follows
-        follows[requests] = False
+        follows[requests] = False  # those that wait for the end of another one's prompt do not run, either
         slots = np.flatnonzero(np.isin(run.slots["request"], requests)).astype(np.int32)
         finished = FinishedSequences.of(run, self.state.pages, slots, np.full(len(slots), reason, np.uint8))
         while len(slots) and self.state.run.counts[0].free < np.count_nonzero(follows):

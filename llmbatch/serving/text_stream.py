@@ -40,8 +40,8 @@ class TextStream:
     ) -> None:
         """Take what turns tokens into text, and the strings that end it, but not before its `min_tokens`-th token."""
         self._decode, self._stop, self._byte_tokens = decode, stop, byte_tokens
-        self._before = max(0, min_tokens - 1)  # tokens to come behind which a stop string may end the answer
-        self._free = 0  # characters behind which it ends then
+        self._before = max(0, min_tokens - 1)  # tokens that come before a stop string may end the answer
+        self._free = 0  # characters, the first of the text, in which none does
         self._tokens: list[int] = []  # of the window
         self._known = ""  # text of the window that cannot change
         self._held = ""  # the end of it that may begin a stop string

@@ -1,12 +1,13 @@
 """The best of the ways to lay a model on devices (`llmbatch.simulation.splits`), found by bounds and by the clock.
 
 No split ends before its bound: the optimum of its copies, each with its share of the work (BlendServe 2.4); the
-longest row at the speed of reading the weights on all devices that may join at the end; and as many reads of the
-weights as its steps are at least, by the rows that may be in flight and by the answers' tokens that KV memory holds.
-Splits are taken in the order
-of their bounds and simulated, until the next bound is worse than the two best that were simulated. So the best and the
-runner-up are those of all splits, and few are simulated. Rows beyond `MOST_SIMULATED` are not simulated: then bounds
-decide.
+longest row at the speed of reading the weights on all devices that may join at the end; and the steps that it needs
+at least, each with a read of the weights. A step decodes no more rows than may be in flight, and KV memory holds no
+more tokens of answers than it has room for.
+
+Splits are taken in the order of their bounds and simulated, until the next bound is worse than the two best that were
+simulated. So the best and the runner-up are those of all splits, and few are simulated. Rows beyond `MOST_SIMULATED`
+are not simulated: then bounds decide.
 
 What is better costs less, where every offer has a price, else it ends sooner.
 """

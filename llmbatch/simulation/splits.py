@@ -24,7 +24,8 @@ from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.simulation.simulator import no_room, pool_of
 
-# Of a host of which only the memory is said: a socket with eight channels of DDR4-3200, and attention over prompts.
+# What a host is taken to have if only its memory is told: bytes/s of a socket with eight channels of DDR4-3200, and
+# FLOP/s of attention over prompts, which is not measured.
 _HOST: Final = {"bandwidth": 204.8e9, "compute": 1e12}
 
 
@@ -72,7 +73,7 @@ class Split:
     offer: Offer
     tensor_parallel: int  # devices of a copy
     weights: Literal["resident", "host"]  # where they lie
-    kv: KVPlace
+    kv: KVPlace  # host: it holds keys and values, and attends
     cost: CostModel
     pool: Pool
 
@@ -116,9 +117,10 @@ def host_of(given: Mapping[str, float]) -> Hardware:
 
 
 def splits_of(offers: Sequence[Offer], shape: ModelShape, host: Hardware | None = None) -> list[Split]:
-    """List the splits that the model fits, of each offer, whose devices share a host. Raises ParameterError if none.
+    """List the splits of each offer that the model fits. Raises ParameterError if there is none.
 
-    A host that is not described is taken to have room for the weights of all copies, and holds no keys and values.
+    The devices of an offer share `host`. Without one, the weights of all copies are taken to fit in host memory, and
+    keys and values stay on the devices.
     """
     found, reasons = [], []
     better_host = "" if host is None else ", or a host with more memory"
@@ -143,7 +145,7 @@ def splits_of(offers: Sequence[Offer], shape: ModelShape, host: Hardware | None 
 def _from_the_host(offer: Offer, alone: CostModel, host: Hardware | None) -> list[Split]:
     """Return the splits of copies on single devices whose weights come from the host, if both have room.
 
-    The copies share what the host has, as engines do that are told so (`--kv-memory`).
+    Each copy has an equal part of the host's memory (bytes), bandwidth (bytes/s) and compute (FLOP/s).
     """
     link = alone.hardware.host_link
     if link is None:

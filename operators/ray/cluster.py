@@ -125,7 +125,7 @@ def _some(actors: int) -> int:
 
 
 def memory_of_actor(node: Mapping[str, float], reserved: Mapping[str, float], most: int) -> float:
-    """Return the bytes that an actor may take of its node's memory, which up to `most` others of a job may share.
+    """Return the bytes that an actor may take of its node's memory, where its job has `most` actors at most.
 
     `node` and `reserved` are what the node has, and what the actor reserves of it, by the names of Ray's resources.
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.model import dequantise
-from llmbatch.engine.model.dequantise import QuantisedWeight
 from llmbatch.engine.model.loader import load_model
-from llmbatch.engine.model.quantisation import read_quantisation
+from llmbatch.engine.model.quantised import dequantise
+from llmbatch.engine.model.quantised.dequantise import QuantisedWeight
+from llmbatch.engine.model.quantised.quantisation import read_quantisation
 from llmbatch.errors import ModelError
 from llmbatch.scheduler.admission_order import FromFront
 from tests.support.golden import Golden, generate

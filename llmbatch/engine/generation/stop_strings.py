@@ -24,9 +24,9 @@ def last_characters(stop: Sequence[str]) -> str:
 
 
 def find_stop(text: str, stop: Sequence[str], free: int = 0) -> int:
-    """Find where the first stop string begins that ends behind `free` characters; -1: there is none.
+    """Find where the first stop string begins that ends behind the first `free` characters; -1: there is none.
 
-    Before `min_tokens` no stop string ends an answer: its text is `free` but for the last of these tokens.
+    No stop string ends an answer before its `min_tokens`-th token. So the text of the tokens before that one is free.
 
     >>> find_stop("abcab", ["ab"]), find_stop("abcab", ["ab"], free=2), find_stop("abcab", ["ab"], free=5)
     (0, 3, -1)
@@ -36,7 +36,7 @@ def find_stop(text: str, stop: Sequence[str], free: int = 0) -> int:
 
 
 def known_characters(text: str) -> int:
-    """Count the characters of a text but for a last one of which not all tokens are there."""
+    """Count the characters of a text; a last one that lacks tokens (U+FFFD) is left out."""
     return len(text.rstrip(_REPLACEMENT))
 
 

@@ -28,7 +28,7 @@ from llmbatch.engine.model.outline import (
     shorter_context,
 )
 from llmbatch.engine.model.positions import fix_positions
-from llmbatch.engine.model.quantisation import Quantisation, read_quantisation, without_quantisation
+from llmbatch.engine.model.quantised.quantisation import Quantisation, read_quantisation, without_quantisation
 from llmbatch.engine.model.refusals import (
     check_config,
     check_file,

@@ -1,6 +1,6 @@
 """A folder to a model that runs over pages, or a clear reason why not.
 
-The one place that knows how transformers builds models. A survey learns what the config does not show: a forward of two
+A survey learns what the config does not show: a forward of two
 tokens in which every attention layer states what it needs. Unsupported parts are refused.
 """
 

@@ -17,7 +17,7 @@ from llmbatch.engine.model.attention_interface import NAME
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.platform import Platform, Streaming
-from llmbatch.engine.model.weight_files import open_weights
+from llmbatch.engine.model.quantised.weight_files import open_weights
 from llmbatch.errors import ModelError
 
 # Has transformers say which weights it found, in place of a warning and random numbers.

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from safetensors import safe_open
 
-from llmbatch.engine.model.dequantise import QuantisedWeight
-from llmbatch.engine.model.quantisation import Quantisation
+from llmbatch.engine.model.quantised.dequantise import QuantisedWeight
+from llmbatch.engine.model.quantised.quantisation import Quantisation
 from llmbatch.errors import ModelError
 
 _INDEX: Final = "model.safetensors.index.json"

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import torch
 
-from llmbatch.engine.model.quantisation import Quantisation
+from llmbatch.engine.model.quantised.quantisation import Quantisation
 from llmbatch.errors import ModelError
 
 _ELEMENTS: Final = 1 << 20  # that are float32 at one time

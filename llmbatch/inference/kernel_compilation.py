@@ -1,4 +1,4 @@
-"""Has the kernels of a processor compiled before there is a model to run."""
+"""Compiles the kernels of a processor before there is a model to run: here, or in another process."""
 
 from __future__ import annotations
 
