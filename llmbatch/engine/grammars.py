@@ -1,9 +1,10 @@
 """Which tokens the form of an answer allows next, for the rows that have one.
 
-A grammar is compiled once, when the first request with it is taken, and each sequence gets a copy of its state. The
-state takes every token as it is kept. So the masks of a step are known before it begins, and a thread beside the
-forward writes them: one bit a token, 6 KB for a vocabulary of 49,152. They are applied to the logits before a token is
-chosen. Where a mask allows one token alone, that token is taken: nothing is drawn.
+A grammar is compiled when the first sequence with it begins, and each sequence gets a copy of its state. The grammars
+of the last sequences stay compiled: a job may have one for each row, and each takes some 200 KB. The state takes every
+token as it is kept. So the masks of a step are known before it begins, and a thread beside the forward writes them: one
+bit a token, 6 KB for a vocabulary of 49,152. They are applied to the logits before a token is chosen. Where a mask
+allows one token alone, that token is taken: nothing is drawn.
 
 A sequence ends when its grammar allows no more. Tokens that a grammar forces behind a sampled one are known at once
 (docs/decisions/0070).
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +27,7 @@ from llmbatch.scheduler.output import FinishReason
 from llmbatch.structured import Structure
 
 _THREADS: Final = 2
+_KEPT: Final = 256  # compiled grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Grammars:
         self._make_vocabulary = vocabulary
         self._vocabulary: Any = None
         self._executor: Any = None
-        self._compiled: dict[Structure, Any] = {}
+        self._compiled = lru_cache(_KEPT)(self._compile)
         self._states: dict[int, tuple[int, Any]] = {}  # by slot: the request, and its grammar's state
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._has: NDArray[np.bool_] = np.zeros(0, np.bool_)  # by request
@@ -54,19 +57,21 @@ class Grammars:
         self.rebind(requests)
 
     def rebind(self, requests: RequestBatch) -> None:
-        """Replace the requests, and compile the grammars that are new; states stay with their slots."""
+        """Replace the requests; states stay with their slots."""
         self._has = np.zeros(len(requests), np.bool_)
         self.extend(requests, np.arange(len(requests), dtype=np.int32))
 
     def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
-        """Take note of requests that were written into `rows` since, and compile the grammars that are new."""
+        """Take note of requests that were written into `rows` since. Raises ModelError without a tokenizer for forms."""
         self._requests = requests
         numbers, place = np.unique(requests.params_index[rows], return_inverse=True)
-        structures = [requests.params[number].structured_outputs for number in numbers.tolist()]
-        self._has[rows] = np.array([one is not None for one in structures], np.bool_)[place]
-        for structure in structures:  # rows with an error have parameters, too
-            if structure is not None and structure not in self._compiled:
-                self._compiled[structure] = self._compile(structure)
+        has = [requests.params[number].structured_outputs is not None for number in numbers.tolist()]
+        self._has[rows] = np.array(has, np.bool_)[place]
+        if any(has) and self._vocabulary is None:
+            from llguidance import LLExecutor
+
+            self._vocabulary = self._make_vocabulary()
+            self._executor = LLExecutor(_THREADS)
 
     def masks(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> Future[Masks] | None:
         """Write the masks of sequences that are sampled next, in a thread; None where none has a form."""
@@ -105,18 +110,15 @@ class Grammars:
             assert self._requests is not None
             structure = self._requests.params[self._requests.params_index[request]].structured_outputs
             assert structure is not None
-            state = self._compiled[structure].deep_copy()
+            state = self._compiled(structure).deep_copy()
             if self._requests.begun[request]:
                 state.consume_tokens(self._requests.begun_tokens(request).tolist())
             self._states[slot] = (request, state)
         return self._states[slot][1]
 
     def _compile(self, structure: Structure) -> Any:
-        from llguidance import LLExecutor, LLMatcher
+        from llguidance import LLMatcher
 
-        if self._vocabulary is None:
-            self._vocabulary = self._make_vocabulary()
-            self._executor = LLExecutor(_THREADS)
         matcher = LLMatcher(self._vocabulary, structure.grammar(), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         return matcher

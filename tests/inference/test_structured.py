@@ -99,6 +99,17 @@ def test_rows_may_have_forms_of_their_own_beside_rows_without(folder: str) -> No
     assert [row["generated_text"] for row in rows[1::3]] == [row["generated_text"] for row in free[1::3]]
 
 
+def test_every_row_may_have_a_form_of_its_own(folder: str) -> None:
+    """More forms than stay compiled, each twice."""
+    wanted = [f"{row % 300:03}" for row in range(600)]
+    op: Any = llmbatch.LLMOperator(
+        model=folder, prompt="text", sampling_params="how", dtype="float32", device="cpu", kv_memory=2**24, max_tokens=9
+    )
+    forms = [json.dumps({"structured_outputs": {"choice": [one]}}) for one in wanted]
+    rows = op(pa.table({"text": ["which?"] * 600, "how": forms})).to_pylist()
+    assert [row["generated_text"] for row in rows] == wanted
+
+
 def test_log_probabilities_are_those_before_the_form(folder: str) -> None:
     row = ask(folder, structured_outputs={"choice": ["yes"]}, logprobs=1)[0]
     assert row["logprobs"][0]["logprob"] < 0
