@@ -55,6 +55,8 @@ _SHARD = "_llmbatch_shard"  # column
 _CALLS = 3  # of an actor at once: one whose last answers end, one that runs, one that is made ready
 _OUTLINED = 8192  # rows at once
 
+_packed = ("", 0)  # the task that packs in this process, and the number of the last table that it packed
+
 
 def map_dataset(
     ds: ray.data.Dataset,
@@ -216,11 +218,15 @@ def _assign(table: pa.Table, *, options: Options, shards: Any) -> pa.Table:
 
 
 def _pack(table: pa.Table) -> pa.Table:
-    """Return the table as one row."""
+    """Return the table as one row, and its number among those of the task: Ray cuts a large shard into several."""
+    global _packed
+    task = str(cast(Any, ray).get_runtime_context().get_task_id())
+    _packed = (task, _packed[1] + 1 if _packed[0] == task else 0)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return pa.table({"rows": pa.array([memoryview(sink.getvalue())], pa.large_binary())})
+    rows = pa.array([memoryview(sink.getvalue())], pa.large_binary())
+    return pa.table({"rows": rows, "part": pa.array([_packed[1]], pa.uint64())})
 
 
 class _Actor:
@@ -260,8 +266,8 @@ class _Actor:
         table = pa.ipc.open_stream(batch["rows"][0].as_buffer()).read_all()
         numbers, table = table[_SHARD].to_numpy(), table.drop_columns([_SHARD])
         hashes = _prompt_hashes(table, self._options)
-        # A shard may come in several parts; the part is known by the shard's number and what rows it has.
-        content = np.concatenate((numbers[:1].astype(np.uint64), np.sort(hashes)))
+        # A shard may come in several parts, which may have equal prompts.
+        content = np.concatenate((numbers[:1].astype(np.uint64), batch["part"].to_numpy(), np.sort(hashes)))
         shard = int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest(), "little")
         schema = AnswerSchema.of(self._options, table.schema)
         call = ShardCall(shard, table, hashes, self._reports.begin(shard), self._flight, schema)
