@@ -17,6 +17,7 @@ from llmbatch.errors import ParameterError
 
 StructureKind = Literal["json", "regex", "choice", "grammar"]
 _KINDS: Final[tuple[str, ...]] = (*get_args(StructureKind), "json_object")
+_UNKNOWN: Final = "unknown special token"  # in errors of llguidance
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
@@ -79,9 +80,12 @@ class Structure:
         except ValueError as error:
             raise ParameterError(f"{self._name} must be a {self.kind} that can be read: {_line(error)}") from None
 
-    def check(self) -> None:
-        """Raise ParameterError where the form cannot be followed: it is malformed, or has something unsupported."""
-        fault = _fault(self)
+    def check(self, special: tuple[str, ...] | None = None) -> None:
+        """Raise ParameterError where the form cannot be followed: it is malformed, or has something unsupported.
+
+        `special` are the special tokens of the model, which a grammar may name; None: any name may be one.
+        """
+        fault = _fault(self, special)
         if fault:
             raise ParameterError(fault)
 
@@ -90,21 +94,45 @@ class Structure:
         return "the JSON schema" if self.kind == "json" else f"the {self.kind} of structured_outputs"
 
 
+class _Bytes:
+    """A tokenizer of single bytes and some special tokens, for `llguidance.LLTokenizer`."""
+
+    def __init__(self, special: tuple[str, ...]) -> None:
+        self.is_tokenizer_wrapper = True
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in special), b"<end>"]
+        self.eos_token_id = len(self.tokens) - 1
+        self.bos_token_id = None
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+@lru_cache(4)
+def _vocabulary(special: tuple[str, ...]) -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(cast(Any, _Bytes(special)))
+
+
 @lru_cache(1024)
-def _fault(structure: Structure) -> str:
+def _fault(structure: Structure, special: tuple[str, ...] | None) -> str:
     """Say why a form cannot be followed; nothing where it can."""
     try:
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLMatcher
     except ImportError:
         return "structured_outputs need llguidance, which is not installed: pip install 'llmbatch[structured]'"
     try:
         grammar = structure.grammar()
     except ParameterError as error:
         return str(error)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # its error would be that of any tokenizer's
+    # Its error would be that of any tokenizer's with the same special tokens.
+    matcher = LLMatcher(_vocabulary(special or ()), grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()  # some faults are found with the first token
     found = str(matcher.get_error()).partition("<state>")[0]  # behind it is what llguidance has in memory
+    if special is None and _UNKNOWN in found:
+        return ""
     return f"{structure._name} must be one that can be followed: {_line(found)}" if found else ""
 
 

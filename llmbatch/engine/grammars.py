@@ -119,9 +119,7 @@ class Grammars:
     def _compile(self, structure: Structure) -> Any:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._vocabulary, structure.grammar(), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
+        return LLMatcher(self._vocabulary, structure.grammar(), log_level=0)
 
     def _write(self, rows: NDArray[np.intp], states: list[Any]) -> Masks:
         bits = np.zeros((len(rows), -(-self._vocabulary.vocab_size // 32)), np.uint32)

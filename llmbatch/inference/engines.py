@@ -23,6 +23,7 @@ from llmbatch.engine.model.outline import (
 )
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import ModelError
+from llmbatch.inference.grammar_vocabulary import grammar_vocabulary
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
 from llmbatch.perf_model.cost import CostModel
@@ -255,13 +256,11 @@ class ModelEngines(LoadedEngines):
         return self._tokenizer.decode([tokens])[0]
 
     def _grammar_vocabulary(self) -> Any:
-        from llguidance import LLTokenizer
-
         text = self._tokenizer.serialise()
         assert text is not None, "rows with a form have an error where the tokenizer has none"
         vocabulary, eos = self._weights.config.vocab_size, list(self._weights.eos_token_ids)
         try:
-            return LLTokenizer(text, n_vocab=vocabulary, eos_token=eos or None)
+            return grammar_vocabulary(text, vocabulary, eos)
         except ValueError as error:
             raise ModelError(
                 f"the tokenizer must be one that llguidance reads for a model of {vocabulary} tokens where answers "

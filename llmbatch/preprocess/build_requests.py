@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -113,11 +115,14 @@ def _check_lengths(lengths: NDArray[np.int64], context_length: int, errors: dict
 
 def _check_structures(resolved: ResolvedSampling, tokenizer: Tokenizer, errors: dict[int, RowError]) -> None:
     """Give the rows an error whose form cannot be followed."""
+    if all(params.structured_outputs is None for params in resolved.params):
+        return
+    readable, special = _special_tokens(tokenizer)
     for number, params in enumerate(resolved.params):
         if params.structured_outputs is not None:
             try:
-                params.structured_outputs.check()
-                if tokenizer.serialise() is None:
+                params.structured_outputs.check(special)
+                if not readable:
                     raise ParameterError(
                         f"structured_outputs must be left out for {tokenizer.name}: they need a tokenizer with a "
                         "tokenizer.json, and it has none"
@@ -125,6 +130,16 @@ def _check_structures(resolved: ResolvedSampling, tokenizer: Tokenizer, errors: 
             except ParameterError as error:
                 for row in np.flatnonzero(resolved.params_index == number).tolist():
                     errors.setdefault(row, RowError("parameters", str(error)))
+
+
+@lru_cache(4)
+def _special_tokens(tokenizer: Tokenizer) -> tuple[bool, tuple[str, ...] | None]:
+    """Tell whether a tokenizer can be read for forms, and its special tokens where they are known here."""
+    text = tokenizer.serialise()
+    if not text:
+        return text is not None, None
+    added = json.loads(text)["added_tokens"]
+    return True, tuple(token["content"] for token in added if token["special"])
 
 
 def _check_single(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:

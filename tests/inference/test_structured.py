@@ -99,6 +99,30 @@ def test_rows_may_have_forms_of_their_own_beside_rows_without(folder: str) -> No
     assert [row["generated_text"] for row in rows[1::3]] == [row["generated_text"] for row in free[1::3]]
 
 
+def test_a_form_may_force_the_text_of_a_special_token(folder: str) -> None:
+    rows = ask(folder, structured_outputs={"choice": ["<eos>", "an <eos>"]})
+    assert {row["generated_text"] for row in rows} <= {"<eos>", "an <eos>"}
+    assert {row["finish_reason"] for row in rows} == {"stop"}
+
+
+def test_a_grammar_may_name_a_special_token_of_the_model(folder: str) -> None:
+    rows = ask(folder, structured_outputs={"grammar": 'start: "a" <sep> "b"'})
+    assert {row["generated_text"] for row in rows} == {"ab"}
+
+
+def test_a_grammar_that_names_no_special_token_of_the_model_is_an_error_of_its_row_alone(folder: str) -> None:
+    op: Any = llmbatch.LLMOperator(
+        model=folder, prompt="text", sampling_params="how", dtype="float32", device="cpu", kv_memory=2**24, max_tokens=2
+    )
+    how = [json.dumps({"structured_outputs": {"grammar": "start: <|tool|>"}}), "{}"]
+    rows = op(pa.table({"text": TEXTS[:2], "how": how})).to_pylist()
+    assert (rows[0]["error_kind"], rows[1]["error"]) == ("parameters", None)
+    assert rows[0]["error"].startswith(
+        "the grammar of structured_outputs must be one that can be followed: "
+        'at 1(8): unknown special token: "<|tool|>"; following special tokens are available: '
+    )
+
+
 def test_every_row_may_have_a_form_of_its_own(folder: str) -> None:
     """More forms than stay compiled, each twice."""
     wanted = [f"{row % 300:03}" for row in range(600)]
