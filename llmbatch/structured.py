@@ -18,6 +18,7 @@ from llmbatch.errors import ParameterError
 StructureKind = Literal["json", "regex", "choice", "grammar"]
 _KINDS: Final[tuple[str, ...]] = (*get_args(StructureKind), "json_object")
 _UNKNOWN: Final = "unknown special token"  # in errors of llguidance
+_MOST_LETTERS: Final = 1 << 19  # of a form: half a second to compile; twice as many take several times as long
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
@@ -118,6 +119,11 @@ def _vocabulary(special: tuple[str, ...]) -> Any:
 @lru_cache(1024)
 def _fault(structure: Structure, special: tuple[str, ...] | None) -> str:
     """Say why a form cannot be followed; nothing where it can."""
+    if len(structure.text) > _MOST_LETTERS:
+        return (
+            f"{structure._name} must have at most {_MOST_LETTERS:,} letters, got {len(structure.text):,}: "
+            "shorten it, or ask for it in the prompt"
+        )
     try:
         from llguidance import LLMatcher
     except ImportError:

@@ -39,7 +39,7 @@ class Report(Figures):
     load_seconds: float  # importing libraries and loading weights
     seconds: float  # everything else
     prefix_sharing: float  # cached tokens over input tokens
-    prefix_sharing_optimal: float  # the same if every distinct prefix token were computed once
+    prefix_sharing_optimal: float  # the same if a window computed each distinct prefix token once, or what was reached
     preemptions: int
     steps: int
     order: str
@@ -60,10 +60,11 @@ class Report(Figures):
         """Return the report of what adds up to `tally`; `others` are the other fields."""
         sums = asdict(tally)
         unique, inputs = sums.pop("unique_tokens"), tally.input_tokens
+        sharing = tally.cached_tokens / inputs if inputs else 0.0
         return cls(
             **sums,
-            prefix_sharing=tally.cached_tokens / inputs if inputs else 0.0,
-            prefix_sharing_optimal=1 - unique / inputs if inputs else 0.0,
+            prefix_sharing=sharing,
+            prefix_sharing_optimal=max(sharing, 1 - unique / inputs) if inputs else 0.0,  # pages outlive windows
             **others,
         )
 

@@ -13,12 +13,15 @@ import llmbatch
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE
+from llmbatch.inference.answers.columns import AnswerColumns
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.merging import repeat_draws
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.output import Step, StepResult
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.runtime.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine
 from tests.runtime.test_stream import Listed, Window
 from tests.support.models import tiny_model_folder
@@ -131,3 +134,10 @@ def drawn_window(prompts: list[list[int]], seeds: int, draws: int) -> Window:
     )
     requests, _ = repeat_draws(requests, np.arange(len(rows), dtype=np.int32), params)
     return Window(requests, np.zeros(len(requests), np.int32))
+
+
+def test_a_prompt_that_one_of_several_answers_computed_is_not_cached(model: str) -> None:
+    """Whichever draw it is: any may be the first to run."""
+    parts = [RequestAnswer("a", 1, FinishReason.STOP, cached, 1, None, None) for cached in (8, 0, 8)]
+    columns = AnswerColumns(load_tokenizer(model))
+    assert columns.values(SamplingParams(n=3, temperature=1.0), parts)["num_cached_tokens"] == 0

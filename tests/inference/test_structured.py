@@ -180,6 +180,11 @@ def test_a_malformed_form_is_refused(folder: str, given: dict[str, Any], message
             'the JSON schema must be one that can be followed: Unimplemented keys: ["uniqueItems"]',
         ),
         (
+            {"choice": ["a" * 600_000]},
+            "the choice of structured_outputs must have at most 524,288 letters, got 600,004: shorten it, or ask for "
+            "it in the prompt",
+        ),
+        (
             {"grammar": 'root ::= "a" missing'},
             "the grammar of structured_outputs must be a grammar that can be read: Failed to convert the grammar from "
             "GBNF to Lark: Rule 'missing' not found",

@@ -190,6 +190,17 @@ def test_a_job_writes_its_rows_in_their_order_and_reports(model: str, tmp_path: 
     assert sorted(path.name for path in out.iterdir()) == ["_llmbatch.parquet", "part-00000.parquet"]
 
 
+@pytest.mark.parametrize("options", [{"window_rows": 4}, {"sampling_params": {"n": 3, "temperature": 1.0}}])
+def test_no_more_is_shared_than_is_possible(model: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Pages outlive windows, and of several answers only the first computes the prompt."""
+    source = write(tmp_path / "in.parquet", pa.table({"text": prompts()}))
+    report = llmbatch.run(
+        source, str(tmp_path / "out"), model=model, prompt="text", dtype="float32", max_tokens=2, kv_memory=2**24,
+        **options,
+    )  # fmt: skip  # arguments in groups
+    assert 0 < report.prefix_sharing <= report.prefix_sharing_optimal < 1
+
+
 def test_figures_are_of_rows_that_ran(model: str, tmp_path: Path) -> None:
     texts = [*prompts()[:4], "x" * 5000, None]
     source = write(tmp_path / "in.parquet", pa.table({"text": texts}))

@@ -102,9 +102,7 @@ def test_rows_move_to_an_actor_without_work_and_back_when_it_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-def test_equal_rows_of_a_shard_that_ray_cuts_draw_for_themselves(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_rows_of_a_shard_that_ray_cuts_draw_for_themselves(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 20_000)
     op = operator(model, max_tokens=20, ignore_eos=True, temperature=1.0)
     table = pa.table({"text": ["Say something."] * 60, "data": [bytes(2_000)] * 60})

@@ -107,7 +107,7 @@ class AnswerColumns:
         return {
             "generated_text": first["text"],
             "num_generated_tokens": first["num_generated_tokens"],
-            "num_cached_tokens": parts[0].cached,
+            "num_cached_tokens": min(part.cached for part in parts),  # the others found what the first computed
             "finish_reason": first["finish_reason"],
             "choices": choices,
             "logprobs": first["logprobs"],
@@ -173,4 +173,4 @@ def _scores(parts: list[RequestAnswer], *, several: bool) -> dict[str, Value]:
         "num_continuation_tokens": [None if one is None else len(one.tokens) for one in told],
     }
     shown = scores if several else {name: values[0] for name, values in scores.items()}
-    return {**shown, "num_generated_tokens": 0, "num_cached_tokens": parts[0].cached}
+    return {**shown, "num_generated_tokens": 0, "num_cached_tokens": min(part.cached for part in parts)}
