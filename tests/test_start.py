@@ -177,6 +177,34 @@ def test_another_process_compiles_and_leaves_its_mark(
     )
 
 
+_MAKES_WAY = """
+import os, pathlib, time
+folder = pathlib.Path({folder!r})
+os.nice(10)
+(folder / "pid").write_text(str(os.getpid()))
+os.replace(folder / "pid", folder / "scheduler.lock")
+for _ in range(3000):
+    if os.getpriority(os.PRIO_PROCESS, 0) == 0:
+        (folder / "scheduler").touch()
+        break
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser may take back that a process makes way")
+def test_a_process_that_is_waited_for_no_longer_makes_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
+) -> None:
+    monkeypatch.setattr("llmbatch.runtime.warmup.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.system.processes._PROGRAM", _MAKES_WAY.format(folder=str(tmp_path)))
+    monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", _refuse)
+    compilation = Compilation.start(told.say)
+    while not (tmp_path / "scheduler.lock").exists():
+        os.sched_yield()
+    compilation.finish()
+    assert (tmp_path / "scheduler").exists()
+
+
 def test_few_rows_do_not_wait_for_the_other_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:

@@ -62,7 +62,7 @@ class Grammars:
         self.extend(requests, np.arange(len(requests), dtype=np.int32))
 
     def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
-        """Take note of requests that were written into `rows` since. Raises ModelError without a tokenizer for forms."""
+        """Take note of requests that were written into `rows` since. Raises ModelError where forms lack a tokenizer."""
         self._requests = requests
         numbers, place = np.unique(requests.params_index[rows], return_inverse=True)
         has = [requests.params[number].structured_outputs is not None for number in numbers.tolist()]
