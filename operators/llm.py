@@ -9,6 +9,7 @@ process and configuration, never on the class, because Ray pickles the class by 
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 from typing import Any, ClassVar, TypeVar, Unpack, cast
 
@@ -63,7 +64,10 @@ def _configure(cls: type[LLMOperator], batches: tuple[Any, ...], options: dict[s
     """Make the subclass that carries options."""
     if batches:
         raise TypeError("LLMOperator takes keyword options only, for example model='Qwen/Qwen3-8B'")
-    built = Options.build(**options)
+    return _with_options(cls, Options.build(**options))
+
+
+def _with_options(cls: type[LLMOperator], built: Options) -> type[LLMOperator]:
     name = f"LLMOperator_{hashlib.sha256(repr(built).encode()).hexdigest()[:12]}"
     body = {"options": built, "__module__": __name__, "__qualname__": name, "__doc__": cls.__doc__}
     return cast("type[LLMOperator]", _Configured(name, (cls,), body))
@@ -122,4 +126,12 @@ class LLMOperator(metaclass=_Configured):
         return cls.options
 
 
+def _reduce(operator: type[LLMOperator]) -> str | tuple[Any, ...]:
+    """Tell pickle to make an operator anew, which is a class that no module has."""
+    if operator.options is None:
+        return operator.__qualname__
+    return _with_options, (operator.__base__, operator.options)
+
+
 LLMOperator.__module__ = "llmbatch"  # which it is imported from
+copyreg.pickle(cast(Any, _Configured), cast(Any, _reduce))

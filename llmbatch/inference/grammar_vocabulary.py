@@ -7,7 +7,7 @@ not be followed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 
 class _Spelling:
@@ -38,4 +38,4 @@ def grammar_vocabulary(tokenizer: str, size: int, ends: list[int]) -> Any:
     backend = Tokenizer.from_str(tokenizer)
     backend.encode_special_tokens = True  # as plain text
     given: dict[str, Any] = {"n_vocab": size, "eos_token": ends or None}
-    return LLTokenizer(_Spelling(LLTokenizer(tokenizer, **given), backend), **given)
+    return LLTokenizer(cast(Any, _Spelling(LLTokenizer(tokenizer, **given), backend)), **given)

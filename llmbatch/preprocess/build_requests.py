@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -117,7 +118,7 @@ def _check_structures(resolved: ResolvedSampling, tokenizer: Tokenizer, errors: 
     """Give the rows an error whose form cannot be followed."""
     if all(params.structured_outputs is None for params in resolved.params):
         return
-    readable, special = _special_tokens(tokenizer)
+    readable, special = _special_tokens(cast(Hashable, tokenizer))
     for number, params in enumerate(resolved.params):
         if params.structured_outputs is not None:
             try:
@@ -133,7 +134,7 @@ def _check_structures(resolved: ResolvedSampling, tokenizer: Tokenizer, errors: 
 
 
 @lru_cache(4)
-def _special_tokens(tokenizer: Tokenizer) -> tuple[bool, tuple[str, ...] | None]:
+def _special_tokens(tokenizer: Any) -> tuple[bool, tuple[str, ...] | None]:
     """Tell whether a tokenizer can be read for forms, and its special tokens where they are known here."""
     text = tokenizer.serialise()
     if not text:

@@ -11,8 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from llmbatch.errors import JobError
+
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main(*sys.argv[2:])"
 _WATCH_S: Final = 1.0  # between looks at whether another process has ended
+
+_computes: int | None = (
+    None  # the process that has launched threads to compute, this one or one that it was forked from
+)
+
+
+def check_not_forked() -> None:
+    """Note that this process computes. Raises JobError where it was forked from one that did: it lacks the threads."""
+    global _computes
+    if _computes not in (None, os.getpid()):
+        raise JobError(
+            "a model must run in a process of its own, got one that was forked from a process which runs models: "
+            "take multiprocessing.get_context('spawn')"
+        )
+    _computes = os.getpid()
 
 
 def start_beside(module: str, *arguments: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:

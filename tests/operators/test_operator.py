@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,7 +11,7 @@ import pyarrow as pa
 import pytest
 from transformers import AutoConfig
 
-from llmbatch import DataError, LLMOperator, ParameterError
+from llmbatch import DataError, JobError, LLMOperator, ParameterError
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
@@ -64,6 +66,33 @@ def test_polars_stays_polars(operator: Any) -> None:
 def test_a_dict_of_arrays_stays_one(operator: Any) -> None:
     answered = operator({name: TABLE[name].to_numpy() for name in TABLE.column_names})
     assert answered["generated_text"].tolist() == operator(TABLE)["generated_text"].to_pylist()
+
+
+def test_an_operator_is_sent_to_other_processes_with_its_options(operator: Any) -> None:
+    sent = pickle.loads(pickle.dumps(operator))
+    assert repr(sent) == repr(operator)
+    assert sent(TABLE).equals(operator(TABLE))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_was_forked_from_one_that_runs_models_is_told_so(operator: Any) -> None:
+    operator(TABLE)
+    there, here = multiprocessing.Pipe()
+    forked = multiprocessing.get_context("fork").Process(target=_answer, args=(operator, there))
+    forked.start()
+    there.close()
+    assert here.recv() == (
+        "a model must run in a process of its own, got one that was forked from a process which runs models: "
+        "take multiprocessing.get_context('spawn')"
+    )
+    forked.join()
+
+
+def _answer(operator: Any, there: Any) -> None:
+    try:
+        there.send(operator(TABLE).to_pylist())
+    except JobError as error:
+        there.send(str(error))
 
 
 def test_an_unknown_option_is_refused_at_once() -> None:

@@ -9,6 +9,7 @@ import numba
 import torch
 
 from llmbatch.kernels.cpu.workers import workers_at_once
+from llmbatch.system.processes import check_not_forked
 
 
 @cache
@@ -21,8 +22,10 @@ def launch_threads() -> None:
     """Have numba launch its threads, and let torch keep its own number.
 
     numba launches as many as there are cores, and tells OpenMP so in the thread that calls. From there torch has its
-    number, and a process may have been told to take fewer: by OMP_NUM_THREADS, as Ray tells actors.
+    number, and a process may have been told to take fewer: by OMP_NUM_THREADS, as Ray tells actors. Raises JobError
+    where a process was forked from one that has launched threads: OpenMP would end it.
     """
+    check_not_forked()
     threads_told()
     threads = torch.get_num_threads()
     numba.get_num_threads()

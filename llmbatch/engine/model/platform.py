@@ -16,6 +16,7 @@ from llmbatch.engine.weights.host_layers import CopyQueue
 from llmbatch.engine.weights.mapped import MappedWeights
 from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.system.processes import check_not_forked
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,11 @@ class Platform:
         return self.is_host or self.attends_on_host
 
     def enter(self) -> None:
-        """Make it the device of this thread: kernels are launched on that, wherever their tensors lie."""
+        """Make it the device of this thread: kernels are launched on that, wherever their tensors lie.
+
+        Raises JobError in a process that was forked from one which has computed.
+        """
+        check_not_forked()
         if self.share is not None:
             self.share.enter()
         if self.device.type == "cuda":
