@@ -260,6 +260,7 @@ def _add_flag(group: FlagGroup, name: str, kind: Any, keyword: Keyword, **settin
     else:
         settings["metavar"] = keyword.metavar
     items = [get_args(each)[0] for each in taken if get_origin(each) is get_origin(Sequence[Any])]
+    items = [item for item in items if isinstance(item, type)]  # mappings are one JSON text, not a flag for each
     if items:
         settings["action"] = "append"
     settings["type"] = _FORMS.get(keyword.metavar or "") or next(

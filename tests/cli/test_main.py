@@ -224,6 +224,12 @@ def test_tokens_and_texts_that_end_an_answer_may_be_repeated() -> None:
         make_parser().parse_args([*words, "--stop-token-ids", "x"])
 
 
+@pytest.mark.parametrize("tools", ['[{"type": "function"}]', "tools"])
+def test_tools_are_json_for_all_rows_or_the_name_of_a_column(tools: str) -> None:
+    given = vars(make_parser().parse_args(["explain", "in", "--model", "m", "--tools", tools]))
+    assert given["tools"] == tools
+
+
 def test_devices_prices_and_sizes_are_by_name() -> None:
     words = ["explain", "in", "--model", "m", "--search", "--devices", "h100:8, l40s:4", "--price", "h100=2.5"]
     given = vars(make_parser().parse_args([*words, "--device-host", "memory=1TiB, bandwidth=200GB,compute=1e12"]))
