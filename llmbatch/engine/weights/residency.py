@@ -90,7 +90,8 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
             )
         return None
     pages = config.kv_memory if config.kv == "device" else None  # bytes beside the weights; None: as they are left
-    most = min(rules.fits * free, free - (pages or 0)) if given is None else given
+    alone = rules.fits * free if given is None else given  # whatever KV takes
+    most = min(alone, free - (pages or 0)) if given is None else given
     if config.weights == "auto" and (whole <= most or config.load_format == "dummy"):
         return None
     least = least_memory(shape, is_host=is_host)
@@ -98,16 +99,22 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
     share = rules.share * free if is_host or pages is None else most
     if config.kv == "host":
         share = _BESIDE_STEPS * free
-    memory = int(min(max(share, least), most)) if given is None else given
-    if memory < least:
-        unit = "experts" if shape.expert_bytes and is_host else "layers"
+    unit = "experts" if shape.expert_bytes and is_host else "layers"
+    if alone < least:
         raise ParameterError(
             f"weights_memory must hold two {unit} beside what is always in memory, {least:,} bytes, got "
-            f"{memory:,}: raise it (--weights-memory), or take a smaller dtype",
+            f"{int(alone):,}: raise it (--weights-memory), or take a smaller dtype",
             option="weights_memory",
-            value=memory,
+            value=int(alone),
         )
-    return memory
+    if most < least:
+        raise ParameterError(
+            f"kv_memory must be at most {int(free) - least:,} bytes, what two {unit} and what is always in memory "
+            f"leave of {int(free):,} that are free, got {pages:,}: lower it (--kv-memory)",
+            option="kv_memory",
+            value=pages,
+        )
+    return int(min(max(share, least), most)) if given is None else given
 
 
 def least_memory(shape: ModelShape, *, is_host: bool) -> int:

@@ -117,6 +117,17 @@ def test_kv_memory_that_is_given_is_not_for_weights() -> None:
     assert decide(is_host=False, free=20e9, kv_memory=5_000_000_000) == 15_000_000_000
 
 
+@pytest.mark.parametrize("is_host", [True, False])
+def test_kv_memory_that_leaves_no_room_for_two_layers_is_refused_by_its_name(is_host: bool) -> None:
+    message = (
+        "kv_memory must be at most 18,996,250,000 bytes, what two layers and what is always in memory leave of "
+        "20,000,000,000 that are free, got 24,000,000,000: lower it (--kv-memory)"
+    )
+    with pytest.raises(ParameterError, match=f"^{re.escape(message)}$") as raised:
+        decide(is_host=is_host, free=20e9, kv_memory=24_000_000_000)
+    assert (raised.value.option, raised.value.value) == ("kv_memory", 24_000_000_000)
+
+
 def test_a_processor_has_memory_beside_weights_whatever_kv_takes() -> None:
     assert decide(free=16e9, kv_memory=8_000_000) == 8_000_000_000
 
