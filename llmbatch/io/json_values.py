@@ -14,6 +14,8 @@ import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
 
 import pyarrow as pa
 
@@ -71,7 +73,7 @@ def lines(table: pa.Table) -> Iterator[str]:
     """Yield a line for each row, a few thousand rows at a time. Values that `unwritable` finds become null."""
     names = _new_columns(table.column_names)
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
-        columns = [_values(batch[name])[0] for name in names]
+        columns = [_with_iso_times(_values(batch[name])[0], batch[name].type) for name in names]
         rows = zip(*columns, strict=True) if columns else iter([()] * batch.num_rows)
         made = (_line(dict(zip(names, row))) for row in rows)
         if LINE in batch.schema.names:
@@ -129,6 +131,30 @@ def _values(array: pa.Array) -> tuple[list[object], dict[int, str]]:
     return values, reasons
 
 
+def _with_iso_times(values: list[object], kind: pa.DataType) -> list[object]:
+    """Bring the times in nanoseconds among values of a type, which Arrow wrote, to ISO 8601."""
+    if not any(pa.types.is_timestamp(leaf) and leaf.unit == "ns" for leaf in _leaves(kind)):
+        return values
+    return [_iso(value, kind) for value in values]
+
+
+def _iso(value: Any, kind: pa.DataType) -> object:
+    if value is None:
+        return None
+    if pa.types.is_dictionary(kind):
+        return _iso(value, kind.value_type)
+    if pa.types.is_struct(kind):
+        return {field.name: _iso(value[field.name], field.type) for field in kind}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_iso(each, kind.value_type) for each in value]
+    if pa.types.is_map(kind):
+        return [(_iso(key, kind.key_type), _iso(item, kind.item_type)) for key, item in value]
+    if not pa.types.is_timestamp(kind) or kind.unit != "ns":
+        return value
+    text = value.replace(" ", "T").replace("Z", "+0000")
+    return text if kind.tz is None else f"{text[:-2]}:{text[-2:]}"
+
+
 def _ready(array: pa.Array) -> pa.Array:
     """Turn times in nanoseconds into text, since Python's end at microseconds."""
     kind = _ready_type(array.type)
@@ -162,9 +188,11 @@ def _line(row: dict[str, object]) -> str:
     return text
 
 
-def _plain(value: object) -> str:
+def _plain(value: object) -> str | int:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
+    if isinstance(value, timedelta):
+        return value // timedelta(microseconds=1) * 1000
     isoformat = getattr(value, "isoformat", None)
     return str(isoformat() if isoformat else value)
 

@@ -114,7 +114,7 @@ def test_jsonl_holds_one_object_a_row() -> None:
     assert written(Jsonl(None), table).decode() == (
         '{"text": "é\\n", "number": null, "nested": [{"x": null, "y": 1}], "raw": "AP8=", '
         '"day": "2024-05-06", "time": "2024-05-06T07:08:09", '
-        '"nanoseconds": "1970-01-01 00:00:00.000000001", "null": null}\n'
+        '"nanoseconds": "1970-01-01T00:00:00.000000001", "null": null}\n'
     )
 
 

@@ -55,20 +55,36 @@ def test_a_value_that_has_no_text_is_an_error_of_its_row_and_null_in_its_line(co
 @pytest.mark.parametrize(
     ("column", "text"),
     [
-        (pa.array([1], pa.timestamp("ns")), "1970-01-01 00:00:00.000000001"),
-        (pa.array([[1]], pa.list_(pa.timestamp("ns"))), ["1970-01-01 00:00:00.000000001"]),
+        (pa.array([1], pa.timestamp("ns")), "1970-01-01T00:00:00.000000001"),
+        (pa.array([[1]], pa.list_(pa.timestamp("ns"))), ["1970-01-01T00:00:00.000000001"]),
         (pa.array([{"a": 1}], pa.struct({"a": pa.time64("ns")})), {"a": "00:00:00.000000001"}),
         (pa.array([1], pa.time64("ns")), "00:00:00.000000001"),
         (pa.array([1], pa.duration("ns")), 1),
-        (pa.array([1], pa.duration("us")), "0:00:00.000001"),
-        (pa.array([1], pa.timestamp("ns")).dictionary_encode(), "1970-01-01 00:00:00.000000001"),
-        (pa.array([[("k", 1)]], pa.map_(pa.string(), pa.timestamp("ns"))), [["k", "1970-01-01 00:00:00.000000001"]]),
+        (pa.array([1], pa.timestamp("ns")).dictionary_encode(), "1970-01-01T00:00:00.000000001"),
+        (pa.array([[("k", 1)]], pa.map_(pa.string(), pa.timestamp("ns"))), [["k", "1970-01-01T00:00:00.000000001"]]),
     ],
     ids=str,
 )
 def test_nanoseconds_are_written_wherever_they_are(column: pa.Array, text: object) -> None:
     assert rows_of(pa.table({"a": column})) == [{"a": text}]
     assert not unwritable(pa.table({"a": column}))
+
+
+@pytest.mark.parametrize(("unit", "nanoseconds"), [("s", 10**9), ("ms", 10**6), ("us", 1000), ("ns", 1)])
+def test_durations_of_every_unit_are_numbers_of_nanoseconds(unit: str, nanoseconds: int) -> None:
+    days = 86_400 * 10**9 // nanoseconds
+    table = pa.table({"a": pa.array([[-1, days + 5, None]], pa.list_(pa.duration(unit)))})
+    assert rows_of(table) == [{"a": [-nanoseconds, 86_400 * 10**9 + 5 * nanoseconds, None]}]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "-03:30"])
+@pytest.mark.parametrize("unit", ["us", "ns"])
+def test_times_with_a_zone_are_written_in_iso_8601(unit: str, zone: str) -> None:
+    times = pa.array([1_577_836_800_123_456], pa.timestamp("us", zone))
+    nested = pa.StructArray.from_arrays([times.cast(pa.timestamp(unit, zone))], ["at"])
+    [row] = rows_of(pa.table({"a": nested}))
+    digits = "000" if unit == "ns" else ""
+    assert row["a"]["at"].replace(f"123456{digits}", "123456") == times[0].as_py().isoformat()
 
 
 def test_rows_without_columns_are_lines() -> None:
