@@ -20,6 +20,7 @@ _KINDS: Final[tuple[str, ...]] = (*get_args(StructureKind), "json_object")
 _UNKNOWN: Final = "unknown special token"  # in errors of llguidance
 _MOST_LETTERS: Final = 1 << 19  # of a form: half a second to compile; twice as many take several times as long
 _ANY_OBJECT: Final = '{"type": "object"}'
+_PLAIN_WORDS: Final = {"NoExtensionBias": "no text can follow it"}  # for llguidance's
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Structure:
             return cls("json", _ANY_OBJECT)
         if name == "choice":
             if not isinstance(asked, (list, tuple)) or not asked or not all(isinstance(one, str) for one in asked):
-                raise refusal("structured_outputs['choice']", "be a list of texts", asked)
+                raise refusal("structured_outputs['choice']", "be a list of at least one text", asked)
             return cls("choice", json.dumps(list(asked)))
         return cls(cast("StructureKind", name), text(f"structured_outputs[{name!r}]", asked))
 
@@ -156,5 +157,6 @@ def _schema(name: str, value: object) -> str:
 
 
 def _line(error: object) -> str:
-    """Take what an error says in its first lines, on one."""
-    return " ".join(str(error).split())[:300]
+    """Take what an error says in its first lines, on one, in plain words."""
+    said = " ".join(str(error).split())[:300]
+    return _PLAIN_WORDS.get(said, said)

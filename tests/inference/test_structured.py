@@ -149,7 +149,7 @@ def test_log_probabilities_are_those_before_the_form(folder: str) -> None:
         ),
         (
             {"structured_outputs": {"choice": []}},
-            "structured_outputs['choice'] must be a list of texts, got []",
+            "structured_outputs['choice'] must be a list of at least one text, got []",
         ),
         (
             {"structured_outputs": {"json": "{"}},
@@ -183,6 +183,10 @@ def test_a_malformed_form_is_refused(folder: str, given: dict[str, Any], message
             {"choice": ["a" * 600_000]},
             "the choice of structured_outputs must have at most 524,288 letters, got 600,004: shorten it, or ask for "
             "it in the prompt",
+        ),
+        (
+            {"json": {"$ref": "#"}},
+            "the JSON schema must be one that can be followed: no text can follow it",
         ),
         (
             {"grammar": 'root ::= "a" missing'},
