@@ -159,7 +159,18 @@ def test_a_value_that_does_not_fit_its_column_is_refused_by_line(
     )
 
 
-@pytest.mark.parametrize("value", ["1180591620717411303424", '"\\ud800"', '[1, "x"]'])
+@pytest.mark.parametrize(
+    "value", ["1" * 30, "-9223372036854775809", '[{"b": 9223372036854775808}]', "[0.5, 9223372036854775808]"]
+)
+def test_a_whole_number_beyond_64_bits_is_refused_in_plain_words(tmp_path: Path, value: str) -> None:
+    path = jsonl(tmp_path / "1.jsonl", '{"b": 1, "a": null}', f'{{"b": 1, "a": {value}}}')
+    assert refusal(path) == (
+        f"column 'a' of line 2 of {path} cannot be held by a table (a whole number does not fit in 64 bits, with its "
+        "sign): write it as text, in quotes"
+    )
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', '[1, "x"]'])
 def test_a_value_that_no_column_holds_is_refused_by_line(tmp_path: Path, value: str) -> None:
     path = jsonl(tmp_path / "1.jsonl", '{"b": 1, "a": null}', f'{{"b": 1, "a": {value}}}')
     assert refusal(path).startswith(f"column 'a' of line 2 of {path} cannot be held by a table: ")

@@ -255,6 +255,11 @@ def _blame(files: Sequence[InputFile], name: str, error: Exception) -> DataError
             try:
                 pa.array([value])
             except _MISFITS as own:
+                if isinstance(own, OverflowError) or "too large to fit" in str(own):  # Arrow's word beside a double
+                    return DataError(
+                        f"column {name!r} of {place} cannot be held by a table (a whole number does not fit in 64 "
+                        "bits, with its sign): write it as text, in quotes"
+                    )
                 return DataError(f"column {name!r} of {place} cannot be held by a table: {own}")
             kind = kind_of(value)
             first = first or f"{kind} in {place}"
