@@ -17,29 +17,34 @@ class MessagesError(ValueError):
     """A list of messages or tools breaks the format; the text names the entry and the value."""
 
 
-def parse_messages(value: object) -> list[Message]:
-    """Parse the messages of one row: a list of mappings, or the JSON text of one.
+def parse_messages(value: object) -> list[Message] | None:
+    """Parse the messages of one row: a list of mappings, or the JSON text of one; None for null, of either kind.
 
     Null fields are left out; the content of a turn that only calls tools is empty. Content given as text parts becomes
     their concatenation. The arguments of tool calls, which OpenAI writes as JSON text and templates print themselves,
     become mappings. Raises `MessagesError`.
     """
     messages = _list_of(value, "messages")
+    if messages is None:
+        return None
     if not messages:
         raise MessagesError("messages must not be empty")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def parse_tools(value: object) -> list[Message]:
-    """Parse the tools of one row: a list of mappings, or the JSON text of one. Raises `MessagesError`."""
+def parse_tools(value: object) -> list[Message] | None:
+    """Parse the tools of one row: a list of mappings, or the JSON text of one; None for null, of either kind.
+
+    Raises `MessagesError`.
+    """
     tools = _list_of(value, "tools")
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(tools or ()):
         if not isinstance(tool, dict):
             raise MessagesError(f"tools[{index}] must be an object, got {shown(tool)}")
     return tools
 
 
-def _list_of(value: object, name: str) -> list[Any]:
+def _list_of(value: object, name: str) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -47,7 +52,7 @@ def _list_of(value: object, name: str) -> list[Any]:
             raise MessagesError(f"{name} are not valid JSON: {json_fault(error)}") from None
     else:
         value = without_nulls(value)
-    if not isinstance(value, list):
+    if value is not None and not isinstance(value, list):
         raise MessagesError(f"{name} must be a list, got {shown(value)}")
     return value
 

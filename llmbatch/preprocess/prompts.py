@@ -233,12 +233,11 @@ def _filled(template: Template, filled: Filled, tokenizer: Tokenizer) -> Prompt 
 def _messages(value: object) -> list[Message] | RowError:
     if isinstance(value, Unreadable):
         return RowError("encoding", f"messages cannot be read: {value.reason}")
-    if value is None:
-        return RowError("null_prompt", "messages are null")
     try:
-        return parse_messages(value)
+        messages = parse_messages(value)
     except MessagesError as error:
         return RowError("messages", str(error))
+    return RowError("null_prompt", "messages are null") if messages is None else messages
 
 
 def _users(value: object) -> list[str] | RowError:
@@ -256,7 +255,7 @@ def _tools(value: object) -> list[Message] | RowError | None:
     if isinstance(value, Unreadable):
         return RowError("encoding", f"tools cannot be read: {value.reason}")
     try:
-        return None if value is None else parse_tools(value)
+        return parse_tools(value)
     except MessagesError as error:
         return RowError("messages", str(error))
 

@@ -63,6 +63,14 @@ def test_messages_are_rendered_from_structs_and_from_json(as_json: bool, chatty:
     ]
 
 
+def test_null_as_json_is_a_null_of_the_column(chatty: Tokenizer) -> None:
+    table = pa.table({"m": ["null", json.dumps(CONVERSATION[1:2])], "t": ["[]", " null "]})
+    assert texts_of(PromptSource(messages="m", tools="t"), table, chatty) == [
+        RowError("null_prompt", "messages are null"),
+        "<user>hi<assistant>",
+    ]
+
+
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
