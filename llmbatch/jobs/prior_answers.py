@@ -77,7 +77,8 @@ class PartSource:
         """Return the rows of these answers."""
         first, pieces = self._first, []
         for table in self._read([*self._columns, "error"]):
-            rows = table.select([name for name in self._columns if name in table.column_names])
+            there = set(table.column_names)
+            rows = table.select([name for name in self._columns if name in there])
             pieces.append(Found(keys_of(rows, first, self._id), hash_rows(rows), _failed(table)))
             first += table.num_rows
         return Found(*(np.concatenate(column) for column in zip(*pieces, strict=True)))

@@ -137,7 +137,8 @@ class RowReader:
         self.schema = schema
         self._content = content
         self._partitions = partitions
-        self._names = [name for name in schema.names if name in content.schema.names]
+        there = set(content.schema.names)
+        self._names = [name for name in schema.names if name in there]
         self._starts = np.array([0, *accumulate(content.num_rows)], np.int64)
         self._position = 0
         self._cursor: _Cursor | None = None

@@ -90,7 +90,8 @@ class Finished:
             return read_tables(parquet, to.folder, part, columns)
         assert manifest is not None, "a part is that of a finished output"
         schema = schema_of(manifest)
-        columns = [name for name in columns if name in schema.names and name != LINE]
+        there = set(schema.names) - {LINE}
+        columns = [name for name in columns if name in there]
         if LINE not in schema.names:  # then no column was JSON text in the input, but some may have been of its type
             schema = pa.schema([(field.name, pa.string() if field.type == TEXT else field.type) for field in schema])
         for name in columns:

@@ -65,9 +65,10 @@ class Parquet:
     def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         """Yield a table for each row group."""
         with pq.ParquetFile(stream) as file:
-            chosen = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
+            schema = file.schema_arrow
+            chosen = None if columns is None else _those_in(schema.names, columns)
             if not file.num_row_groups:
-                yield _select(file.schema_arrow.empty_table(), columns)
+                yield _select(schema.empty_table(), columns)
             for index in range(file.num_row_groups):
                 yield _select(file.read_row_group(index, columns=chosen), columns)
 
@@ -204,7 +205,12 @@ def _schema(tables: Iterable[pa.Table]) -> tuple[pa.Schema, Iterable[pa.Table]]:
 
 
 def _select(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
-    return table if columns is None else table.select([name for name in columns if name in table.column_names])
+    return table if columns is None else table.select(_those_in(table.column_names, columns))
+
+
+def _those_in(names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    there = set(names)  # thousands, perhaps
+    return [name for name in columns if name in there]
 
 
 def _write_lines(stream: BinaryIO, tables: Iterable[pa.Table], lines: Lines) -> int:
