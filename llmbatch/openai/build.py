@@ -22,8 +22,8 @@ def build_batch(
 
     `model` is the one that answers, whichever a line names: a note says so. `refused` rows already have errors.
     """
-    asked = read_requests(table)
-    shard = build(asked.table, asked.prompts, sampling_column=SAMPLING, refused={**(refused or {}), **asked.errors})
+    asked = read_requests(table, refused)
+    shard = build(asked.table, asked.prompts, sampling_column=SAMPLING, refused=asked.errors)
     others = [name for name in asked.models if name != model]
     if not others:
         return shard

@@ -65,16 +65,19 @@ class BatchRequests:
     models: tuple[str, ...]  # that lines name, each once
 
 
-def read_requests(table: pa.Table) -> BatchRequests:
-    """Read the lines of a table, of which `BatchLines.check` has approved. A bad line is an error of its row."""
+def read_requests(table: pa.Table, refused: Mapping[int, RowError] | None = None) -> BatchRequests:
+    """Read the lines of a table, of which `BatchLines.check` has approved. A bad line is an error of its row.
+
+    Nothing is made of lines that are `refused`, whose errors stay unless they have another of their own.
+    """
     asked: list[Asked | None] = []
-    errors: dict[int, RowError] = {}
+    errors = {**(refused or {})}
     for row, line in enumerate(_lines(table)):
         try:
-            asked.append(_read(*line))
+            one = _read(*line)
         except ParameterError as error:
-            asked.append(None)
             errors[row] = RowError("parameters", str(error))
+        asked.append(None if row in errors else one)
     made = {
         "messages": _column(asked, "messages"),
         "tools": _column(asked, "tools"),

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmbatch.errors import DataError, ParameterError
+from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.openai.fields import FIELDS, read_body
 from llmbatch.openai.requests import COLUMNS, BatchLines, read_requests, request_lines
 from llmbatch.preprocess.sampling_params import NAMES
@@ -250,3 +250,10 @@ def test_a_schema_that_is_nested_deeply_is_the_lines_error() -> None:
         body = {"a": body}
     with pytest.raises(ParameterError, match=r"^response_format must not be nested so deeply$"):
         read_body(CHAT, {"messages": [], "response_format": body})
+
+
+def test_nothing_is_made_of_lines_that_are_refused() -> None:
+    lines = [line(name, CHAT, model="m", chat_template_kwargs={"chat_template": "a"}) for name in ("a", "b")]
+    found = read_requests(as_table(lines), {1: RowError("parameters", "no")})
+    assert [rows.tolist() for _, rows in found.prompts.parts] == [[0]]
+    assert found.errors == {1: RowError("parameters", "no")}
