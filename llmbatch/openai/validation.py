@@ -7,15 +7,16 @@ numbers of lines, as OpenAI's does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import pyarrow as pa
 
 from llmbatch.arguments import json_fault, shown, text
 from llmbatch.errors import ParameterError, RowError
-from llmbatch.openai.requests import BODY, COLUMNS, TEXTS
-from llmbatch.preprocess.columns import text_values
+from llmbatch.openai.requests import BODY, COLUMNS, TEXTS, BatchLines
+from llmbatch.preprocess.columns import is_text, nested_values, text_values, without_nulls
+from llmbatch.preprocess.prompts import PromptSource
 
 _MOST_FAULTS: Final = 100  # that are told of
 NO_TEMPLATE: Final = (
@@ -60,8 +61,7 @@ def find_faults(lines: Iterable[bytes]) -> list[Fault]:
 def refuse_others(table: pa.Table, url: str, model: str) -> dict[int, RowError]:
     """Make the errors of lines that ask for another url than their batch has, another model or a template, by row."""
     errors = {}
-    for row, (asked, text_) in enumerate(zip(text_values(table["url"]), text_values(table[BODY]), strict=True)):
-        body = _body(text_)
+    for row, (asked, body) in enumerate(zip(text_values(table["url"]), _bodies(table), strict=True)):
         other = body.get("model")
         if isinstance(asked, str) and asked != url:
             errors[row] = RowError("parameters", f"url must be {url}, the endpoint of the batch, got {shown(asked)}")
@@ -70,6 +70,19 @@ def refuse_others(table: pa.Table, url: str, model: str) -> dict[int, RowError]:
         elif has_template(body):
             errors[row] = RowError("parameters", NO_TEMPLATE)
     return errors
+
+
+def refuse_templates(table: pa.Table, source: PromptSource | BatchLines) -> dict[int, RowError]:
+    """Make the errors of rows that bring a chat template of their own, by row: only lines can."""
+    if not isinstance(source, BatchLines):
+        return {}
+    return {row: RowError("parameters", NO_TEMPLATE) for row, body in enumerate(_bodies(table)) if has_template(body)}
+
+
+def check_template(source: PromptSource | BatchLines) -> None:
+    """Raise ParameterError where all rows would have a chat template that is not the model's."""
+    if isinstance(source, PromptSource) and "chat_template" in (source.chat_template_kwargs or ()):
+        raise ParameterError(NO_TEMPLATE, option="chat_template_kwargs")
 
 
 def has_template(body: Mapping[str, Any]) -> bool:
@@ -113,10 +126,12 @@ def _parse(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _body(text_: object) -> dict[str, Any]:
-    """Parse a body; one that is no object is empty: its line has an error of its own."""
-    try:
-        value = json.loads(text_) if isinstance(text_, str) else None
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _bodies(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Parse the bodies of lines; one that is no object is empty: its line has an error of its own."""
+    column = table[BODY]
+    for value in text_values(column) if is_text(column.type) else nested_values(column):
+        try:
+            body = json.loads(value) if isinstance(value, str) else without_nulls(value)
+        except (ValueError, RecursionError):
+            body = None
+        yield body if isinstance(body, dict) else {}

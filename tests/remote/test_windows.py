@@ -22,17 +22,20 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
 import llmbatch
-from llmbatch.errors import DataError, JobError, ParameterError
+from llmbatch.errors import DataError, InputError, JobError, ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.inference.report import Report
 from llmbatch.inference.window import Window
+from llmbatch.openai.validation import NO_TEMPLATE
 from llmbatch.remote.retries import Patience
 from llmbatch.remote.windows.expansion import expanded_bytes
 from llmbatch.remote.windows.messages import PATH, VERSION, FrameReader, columns_sent, frame, read_window, write_window
 from llmbatch.remote.windows.service import WindowCall, WindowService
 from llmbatch.runtime.protocols import Stop
 from tests.support import killing
+from tests.support.batches import CHAT, line, write
 from tests.support.endpoints import endpoint, served
+from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 from tests.support.paths import ROOT
 from tests.support.window_server import WindowServer, window_server, worker_of
 
@@ -57,6 +60,15 @@ def loaded(model: str) -> Any:
 def there(loaded: Any) -> Iterator[WindowServer]:
     """An endpoint of llmbatch."""
     with window_server(loaded) as server:
+        yield server
+
+
+@pytest.fixture
+def chatting(tmp_path: Path) -> Iterator[WindowServer]:
+    """An endpoint of llmbatch whose model has a chat template."""
+    with window_server(
+        worker_of(tiny_model_folder(tmp_path / "model", "llama", chat_template=CHAT_TEMPLATE))
+    ) as server:
         yield server
 
 
@@ -102,16 +114,33 @@ def test_answers_are_those_of_the_same_job_here(
     assert [getattr(report, name) for name in same] == [getattr(here, name) for name in same]
 
 
-def test_turns_are_answered_at_the_endpoint(there: WindowServer, tmp_path: Path) -> None:
+def test_turns_are_answered_at_the_endpoint(chatting: WindowServer, tmp_path: Path) -> None:
     turns = [[f"a {i}", "b"] for i in range(len(TEXTS))]
     source(tmp_path, turns=turns)
-    template = {"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}
-    options = {"prompt": None, "turns": "turns", "chat_template_kwargs": template}
-    run(there, tmp_path, **options)
-    run_here(there, tmp_path, **options)
+    options = {"prompt": None, "turns": "turns"}
+    run(chatting, tmp_path, **options)
+    run_here(chatting, tmp_path, **options)
     assert answers(tmp_path / "out", "answers").num_rows == len(TEXTS)
     told, here = (answers(tmp_path / name, "answers")["answers"].to_pylist() for name in ("out", "here"))
     assert [[turn["text"] for turn in row] for row in told] == [[turn["text"] for turn in row] for row in here]
+
+
+def test_no_chat_template_of_a_client_is_rendered_at_the_endpoint(
+    chatting: WindowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {"chat_template_kwargs": {"chat_template": "own"}}
+    with pytest.raises(ParameterError) as caught:
+        run(chatting, tmp_path, chat=True, **asked)
+    assert (str(caught.value), chatting.rows) == (NO_TEMPLATE, [])
+    monkeypatch.setattr("llmbatch.remote.windows.worker.check_template", lambda source: None)
+    with pytest.raises(JobError, match=r"refused a window \(400\): chat_template_kwargs must not hold 'chat_template'"):
+        run(chatting, tmp_path, chat=True, **asked)
+    with pytest.raises(InputError, match=r"refused to forecast \(400\): chat_template_kwargs must not hold "):
+        llmbatch.explain(source(tmp_path), model=chatting.worker.options.model, prompt="text", chat=True,
+                         beside=chatting.url, **asked)  # fmt: skip  # as few lines as may be
+    write(tmp_path / "in.jsonl", [line("a", CHAT, **asked), line("b", CHAT)])
+    llmbatch.run(tmp_path / "in.jsonl", tmp_path / "lines", model=chatting.worker.options.model, beside=chatting.url)
+    assert pq.read_table(tmp_path / "lines")["error"].to_pylist() == [NO_TEMPLATE, None]
 
 
 def test_continuations_are_scored_at_the_endpoint(there: WindowServer, tmp_path: Path) -> None:

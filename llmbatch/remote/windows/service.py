@@ -9,13 +9,16 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from llmbatch._version import __version__
+from llmbatch.errors import RowError
 from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.table_worker import OneWindow
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
+from llmbatch.openai.validation import check_template, refuse_templates
 from llmbatch.remote.windows.messages import ANSWERS, HEAD, VERSION, SentWindow, frame, read_window, write_rows
 from llmbatch.runtime.protocols import Stop, Totals, WindowSource
 
@@ -105,22 +108,28 @@ class WindowService:
 
     def open(self, data: bytes) -> OpenedWindow:
         """Read and plan a window. Raises InputError."""
-        worker, sent = self._read(data)
-        window = worker.window(sent.table, keys=sent.keys, contents=sent.keys, number=next(self._numbers))
+        worker, sent, refused = self._read(data)
+        number = next(self._numbers)
+        window = worker.window(sent.table, keys=sent.keys, contents=sent.keys, number=number, refused=refused)
         return OpenedWindow(window, worker)
 
     def forecast(self, data: bytes) -> Any:
         """Say what it would take to answer a window, as JSON values. Raises InputError."""
-        worker, sent = self._read(data)
-        return self._forecast(worker, sent.table)
+        worker, sent, refused = self._read(data)
+        rows = np.setdiff1d(np.arange(sent.table.num_rows), list(refused))
+        return self._forecast(worker, sent.table.take(rows))
 
     def answer(self, opened: OpenedWindow, call: WindowCall) -> None:
         """Answer a window; returns when it has all its answers. Raises what the stream raises, `Stop` among it."""
         self._stream(OneWindow(opened.window), call, worker=opened.worker)
 
-    def _read(self, data: bytes) -> tuple[Worker, SentWindow]:
-        """Read a window, and make the worker that it asks for. Raises InputError."""
+    def _read(self, data: bytes) -> tuple[Worker, SentWindow, dict[int, RowError]]:
+        """Read a window, make the worker that it asks for, and find the rows that are refused. Raises InputError.
+
+        A chat template is a program, and none but the model's is run here.
+        """
         sent = read_window(data)
         worker = self._worker.asking(**sent.asked)
+        check_template(worker.options.source)
         worker.check(sent.table.schema)
-        return worker, sent
+        return worker, sent, refuse_templates(sent.table, worker.options.source)

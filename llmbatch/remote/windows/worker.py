@@ -17,6 +17,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
+from llmbatch.openai.validation import check_template
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.remote.discovery import WindowsAbout
 from llmbatch.remote.exchange import Exchange
@@ -92,6 +93,11 @@ class WindowWorker(RemoteWorker[Piece, PlannedRows | pa.RecordBatch]):
         rows = table.num_rows
         none = RequestBatch(_NOTHING, np.zeros(1, np.int64), _NOTHING, _NOTHING, (), np.empty(0, np.uint64), _NOTHING)
         return RowRequests(none, np.full(rows, -1, np.int32), np.zeros(rows, np.int32), {**(refused or {})})
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise InputError where tables of this schema cannot be answered."""
+        check_template(self.options.source)
+        super().check(schema)
 
     def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any]:
         """Have the endpoints forecast, beside the guests that they have."""
