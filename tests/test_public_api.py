@@ -29,7 +29,7 @@ from llmbatch.simulation.options import SimulationArgs, SimulationOptions
 from tests.support.paths import ROOT
 
 SIGNATURES = {
-    "Advance": "(rows: 'int', tokens: 'int') -> None",
+    "Advance": "(rows: 'int', tokens: 'int', errors: 'int' = 0) -> None",
     "LLMOperator": "(**options: 'Unpack[OptionArgs]') -> 'None'",
     "ParameterError": "(message: 'str', *, option: 'str | None' = None, value: 'object' = None) -> 'None'",
     "SamplingParams": "(*, max_tokens: 'int' = 512, temperature: 'float' = 0.0, top_p: 'float' = 1.0, top_k: 'int' = "

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.errors import JobError
+from llmbatch.inference.answers.schema import errors_of
 
 
 class ErrorBudget:
@@ -27,7 +28,7 @@ class ErrorBudget:
 
     def answered(self, first: int, rows: pa.RecordBatch) -> None:
         """Count the answered rows of a window that begins with row `first`. Raises `JobError`."""
-        failed = rows.num_rows - rows["error"].null_count
+        failed = errors_of(rows)
         first_error = None
         if failed and (self._raises or self.first_error is None):
             at = int(np.flatnonzero(rows["error"].is_valid().to_numpy(zero_copy_only=False))[0])

@@ -21,6 +21,7 @@ class Advance:
 
     rows: int
     tokens: int  # input and output tokens of the rows answered
+    errors: int = 0  # rows of these that failed
 
 
 Advance.__module__ = "llmbatch"  # which it is imported from

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
 from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
-from llmbatch.inference.answers.schema import AnswerSchema, add_answers, tokens_of
+from llmbatch.inference.answers.schema import AnswerSchema, add_answers, errors_of, tokens_of
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Advance, Progress, Silence
@@ -56,6 +56,7 @@ class Gathered(AnswerSink):
     batches: list[pa.RecordBatch] = field(default_factory=list)
     rows: int = 0
     tokens: int = 0
+    errors: int = 0
 
     def write(self, window: Window, rows: pa.RecordBatch) -> None:
         """Keep a batch."""
@@ -63,7 +64,8 @@ class Gathered(AnswerSink):
         self.batches.append(rows)
         self.rows += rows.num_rows
         self.tokens += sum(tokens_of(rows))
-        self.progress.advance(Advance(self.rows, self.tokens))
+        self.errors += errors_of(rows)
+        self.progress.advance(Advance(self.rows, self.tokens, self.errors))
 
 
 class TableWorker(ABC):

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from llmbatch.errors import StorageError
 from llmbatch.inference.answers.assembler import AnswerSink
-from llmbatch.inference.answers.schema import tokens_of
+from llmbatch.inference.answers.schema import errors_of, tokens_of
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.report import RowCounts
@@ -71,7 +71,7 @@ class AnswerWriter(AnswerSink):
         self._open: dict[int, _Open] = {}
         self._begun = begun  # of windows that have not joined
         self._newest = begun  # what is to be kept of answers that have begun
-        self._tokens = 0
+        self._tokens = self._errors = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writing: deque[Future[None]] = deque()
         self._failed = False
@@ -81,7 +81,9 @@ class AnswerWriter(AnswerSink):
         """Take a window over that an earlier run completed."""
         self.whole[window] = whole
         self.rows_resumed += whole.tally.rows
-        self._count(whole.tally.rows, whole.tally.input_tokens + whole.tally.output_tokens, whole.tally.errors)
+        tally = whole.tally
+        self._error_budget.count(tally.errors)
+        self._count(tally.rows, tally.input_tokens + tally.output_tokens, tally.errors)
 
     @property
     def tally(self) -> RowCounts:
@@ -100,7 +102,7 @@ class AnswerWriter(AnswerSink):
         earlier = window.earlier
         batches = earlier.to_batches()
         self._open[window.number] = _Open(journal, batches, window.table.num_rows - earlier.num_rows)
-        self._count(earlier.num_rows, sum(tokens_of(earlier)), 0)
+        self._count(earlier.num_rows, sum(tokens_of(earlier)), errors_of(earlier))
         for batch in batches:
             self._queue(partial(self._builder.add, window, batch))
             self._error_budget.answered(window.first, batch)
@@ -120,7 +122,7 @@ class AnswerWriter(AnswerSink):
             self._builder.add(window, rows)
 
         self._queue(keep)
-        self._count(rows.num_rows, sum(tokens_of(rows)), 0)
+        self._count(rows.num_rows, sum(tokens_of(rows)), errors_of(rows))
         self._error_budget.answered(window.first, rows)
         self._close_if_whole(window)
 
@@ -173,8 +175,8 @@ class AnswerWriter(AnswerSink):
     def _count(self, rows: int, tokens: int, errors: int) -> None:
         self.rows += rows
         self._tokens += tokens
-        self._error_budget.count(errors)
-        self._progress.advance(Advance(self.rows, self._tokens))
+        self._errors += errors
+        self._progress.advance(Advance(self.rows, self._tokens, self._errors))
 
     def _close_if_whole(self, window: Window) -> None:
         if self._open[window.number].rows_missing:

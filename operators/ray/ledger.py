@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answers.schema import AnswerSchema, tokens_of
+from llmbatch.inference.answers.schema import AnswerSchema, errors_of, tokens_of
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.operators.ray.in_flight import RUNNING
 from llmbatch.storage.journal import Journal
@@ -88,7 +88,8 @@ class Ledger:
         self._begun: dict[int, pa.RecordBatch] = {}  # by shard
         self._died = self._lost = 0
         self._homes: dict[str, ActorHome] = {}
-        self._total, self._rows, self._tokens = rows, 0, 0
+        self._total = rows
+        self._rows = self._tokens = self._errors = 0
         for name in self._place.names():
             for record in self._journal(int(name, 16)).records():
                 self._count(record)
@@ -115,7 +116,7 @@ class Ledger:
             self._journal(shard).close()
             self._begun.pop(shard, None)
         self._count(answers)
-        self._progress.advance(Advance(self._rows, self._tokens))
+        self._progress.advance(Advance(self._rows, self._tokens, self._errors))
 
     def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
         """Keep what the unfinished answers of a shard have so far (`BEGUN`), in place of what was kept before."""
@@ -147,3 +148,4 @@ class Ledger:
     def _count(self, answers: pa.RecordBatch) -> None:
         self._rows += answers.num_rows
         self._tokens += sum(tokens_of(answers))
+        self._errors += errors_of(answers)

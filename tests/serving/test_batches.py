@@ -18,13 +18,14 @@ import pytest
 from llmbatch.errors import JobStopped, ParameterError
 from llmbatch.inference.report import Report
 from llmbatch.inference.worker import Worker
+from llmbatch.jobs.job import run_by
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.serving.batches.files import FileStore
 from llmbatch.serving.batches.records import Record, StateFolder, write_record
 from llmbatch.serving.batches.store import BatchStore
 from llmbatch.serving.refused import Refused
 from tests.support.batches import COMPLETIONS, line
-from tests.support.serving import Served, served
+from tests.support.serving import SIMULATED, Served, served
 
 LINES = b"".join(json.dumps(line(f"line-{number}")).encode() + b"\n" for number in range(20))
 
@@ -172,13 +173,31 @@ def store(folder: Path, run: Callable[..., Report]) -> tuple[FileStore, BatchSto
     return files, BatchStore(folder / "batches", files, run)
 
 
-def added(files: FileStore, batches: BatchStore, tmp_path: Path) -> str:
-    (tmp_path / "in").write_bytes(LINES)
+def added(files: FileStore, batches: BatchStore, tmp_path: Path, lines: bytes = LINES) -> str:
+    (tmp_path / "in").write_bytes(lines)
     with (tmp_path / "in").open("rb") as content:
         file = files.add(content, "in", "batch")["id"]
     name: str = batches.add({"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"})["id"]
     files.remove(file)
     return name
+
+
+def test_lines_that_fail_are_counted_apart_while_a_batch_runs(worker: Worker, tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    def run(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
+        asked = {"model": worker.options.model, **SIMULATED}
+        report = run_by(Worker.open, str(source), str(output), progress, stopping, asked)
+        told.append(batches.get(name)["request_counts"])
+        return report
+
+    files, batches = store(tmp_path, run)
+    name = added(files, batches, tmp_path, LINES + json.dumps(line("bad", max_tokens=0)).encode())
+    batches.start()
+    while batches.get(name)["status"] != "completed":
+        pass
+    batches.close(0.0)
+    assert told == [{"total": 21, "completed": 20, "failed": 1}]
 
 
 def test_a_batch_that_had_not_ended_goes_on_when_a_server_starts_again(tmp_path: Path) -> None:

@@ -134,6 +134,11 @@ def tokens_of(rows: pa.RecordBatch | pa.Table) -> tuple[int, int]:
     return inputs, sum(int(each.sum(dtype=np.int64)) for each in lengths)
 
 
+def errors_of(rows: pa.RecordBatch | pa.Table) -> int:
+    """Count the answered rows that failed."""
+    return int(rows.num_rows - rows["error"].null_count)
+
+
 def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch], schema: AnswerSchema) -> pa.Table:
     """Return the table with the columns of its answers: batches which together hold every row once."""
     rows = np.concatenate([np.empty(0, np.int32), *(batch["row"].to_numpy() for batch in batches)])

@@ -48,7 +48,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self.total = 0
-        self.done = 0
+        self.done = Advance(0, 0)
 
     def start(self, rows: int) -> None:
         """Take note of how many lines there are."""
@@ -56,10 +56,15 @@ class _Counts:
 
     def advance(self, done: Advance) -> None:
         """Take note of how many are answered."""
-        self.done = done.rows
+        self.done = done
 
     def say(self, sentence: str) -> None:
         """Pass over what there is to tell: nobody looks."""
+
+    def told(self) -> dict[str, int]:
+        """Return them as a batch's `request_counts`."""
+        done = self.done
+        return {"total": self.total, "completed": done.rows - done.errors, "failed": done.errors}
 
 
 class BatchStore:
@@ -134,8 +139,7 @@ class BatchStore:
                 raise unknown("a batch", name, "batch_id")
             record = self._records[name]
             if self._current is not None and self._current[0] == name:
-                counts = {"total": self._counts.total, "completed": self._counts.done, "failed": 0}
-                return {**record, "request_counts": counts}
+                return {**record, "request_counts": self._counts.told()}
             return record
 
     def list(self) -> list[Record]:
