@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from llmbatch.errors import JobStopped, ParameterError
+from llmbatch.inference.progress import Advance
 from llmbatch.inference.report import Report
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.job import run_by
@@ -247,6 +248,23 @@ def test_a_batch_can_be_cancelled_before_and_while_it_runs(tmp_path: Path) -> No
     assert batches.get(third)["status"] == "in_progress"
     assert batches.cancel(first)["status"] == "cancelled"
     assert [path.name for path in (tmp_path / "batches" / first).iterdir()] == ["batch.json"]
+
+
+def test_a_batch_that_is_cancelled_keeps_its_counts(tmp_path: Path) -> None:
+    def run(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
+        progress.advance(Advance(3, 10, errors=1))
+        return jobs(source, output, url, progress, stopping)
+
+    jobs = Jobs()
+    files, batches = store(tmp_path, run)
+    name = added(files, batches, tmp_path)
+    batches.start()
+    assert jobs.begun.acquire(timeout=60)
+    batches.cancel(name)
+    batches.close(0.0)
+    _, again = store(tmp_path, jobs)
+    assert again.get(name)["status"] == "cancelled"
+    assert again.get(name)["request_counts"] == {"total": 7, "completed": 2, "failed": 1}
 
 
 @pytest.mark.parametrize(

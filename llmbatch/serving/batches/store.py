@@ -137,10 +137,7 @@ class BatchStore:
         with self._lock:
             if name not in self._records:
                 raise unknown("a batch", name, "batch_id")
-            record = self._records[name]
-            if self._current is not None and self._current[0] == name:
-                return {**record, "request_counts": self._counts.told()}
-            return record
+            return self._now(name)
 
     def list(self) -> list[Record]:
         """Return the records of all batches, newest first."""
@@ -151,7 +148,7 @@ class BatchStore:
         self.get(name)
         with self._lock:
             if self._records[name]["status"] not in _ENDED:
-                moved = _moved(self._records[name], "cancelling")
+                moved = _moved(self._now(name), "cancelling")
                 if self._current is not None and self._current[0] == name:
                     self._write(name, moved)
                     self._current[1].ask()
@@ -170,6 +167,12 @@ class BatchStore:
                 self._current[1].ask()
         if self._thread.is_alive():
             self._thread.join()
+
+    def _now(self, name: str) -> Record:
+        """Return the record of a batch with its counts as they are; the lock is held."""
+        record = self._records[name]
+        is_run = self._current is not None and self._current[0] == name
+        return {**record, "request_counts": self._counts.told()} if is_run else record
 
     def _work(self) -> None:
         while (name := self._queue.get()) is not None:
@@ -229,7 +232,7 @@ class BatchStore:
 
     def _cancel(self, name: str) -> None:
         with self._lock:
-            self._write(name, _moved(self._records[name], "cancelled"))
+            self._write(name, _moved(self._now(name), "cancelled"))
             self._current = None
         self._clear(self._folder / name)
 
@@ -241,7 +244,7 @@ class BatchStore:
     def _fail(self, name: str, faults: Sequence[Fault]) -> None:
         errors = {"object": "list", "data": faults}
         with self._lock:
-            self._records[name] = {**_moved(self._records[name], "failed"), "errors": errors}
+            self._records[name] = {**_moved(self._now(name), "failed"), "errors": errors}
             with contextlib.suppress(OSError):  # of a full disk, on which it goes on when the server starts again
                 self._write(name, self._records[name])
 
