@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.arguments import INT64_MAX, flag, json_object, nearest, one_of, refusal, shown, text, whole
+from llmbatch.arguments import INT32_MAX, INT64_MAX, flag, json_object, nearest, one_of, refusal, shown, text, whole
 from llmbatch.errors import ParameterError
 from llmbatch.preprocess.sampling_params import MOST_LOGPROBS
 
@@ -105,7 +105,7 @@ def _chat(given: Mapping[str, Any], sampling: dict[str, Any], model: str | None)
     if "max_completion_tokens" in given:
         if "max_tokens" in given:
             raise refusal("max_completion_tokens", "be left out beside max_tokens", given["max_completion_tokens"])
-        sampling["max_tokens"] = whole("max_completion_tokens", given["max_completion_tokens"], 1)
+        sampling["max_tokens"] = whole("max_completion_tokens", given["max_completion_tokens"], 1, INT32_MAX)
     tells = flag("logprobs", given.get("logprobs", False))
     if tells:
         sampling["logprobs"] = whole("top_logprobs", given.get("top_logprobs", 0), 0, MOST_LOGPROBS)

@@ -128,6 +128,11 @@ def test_null_is_not_given() -> None:
         ({"prompt": [2**70]}, COMPLETIONS, "prompt[0] must be a token id, got 1180591620717411303424"),
         ({"prompt": "\ud800"}, COMPLETIONS, "prompt must be valid UTF-8"),
         ({"max_completion_tokens": 3}, CHAT, "max_completion_tokens must be left out beside max_tokens, got 3"),
+        (
+            {"max_tokens": None, "max_completion_tokens": 2**31},
+            CHAT,
+            "max_completion_tokens must be at most 2147483647, got 2147483648",
+        ),
         ({"max_completion_tokens": 3}, COMPLETIONS, "max_completion_tokens must be left out, since"),
         ({"top_logprobs": 3}, CHAT, "top_logprobs must be left out without logprobs, got 3: add logprobs: true"),
         ({"logprobs": True, "top_logprobs": 30}, CHAT, "top_logprobs must be at most 20, got 30"),
