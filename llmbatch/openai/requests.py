@@ -111,10 +111,15 @@ def _read(custom_id: object, method: object, url: object, body: object) -> Asked
         got = "none" if custom_id is None else shown(custom_id)
         raise ParameterError(f"custom_id must be text by which the line is known, got {got}: put a number in quotes")
     if method != _METHOD:
-        raise ParameterError(f"method must be {_METHOD}, got {shown(method)}")
+        raise ParameterError(f"method must be {_METHOD}, got {_shown_text(method)}")
     if not isinstance(url, str) or url not in FIELDS:
-        raise ParameterError(f"url must be one of {', '.join(FIELDS)}, got {shown(url)}")
+        raise ParameterError(f"url must be one of {', '.join(FIELDS)}, got {_shown_text(url)}")
     return read_body(url, _body(body))
+
+
+def _shown_text(value: object) -> str:
+    """Write what a column of text holds: null where a line has none, and where it has no text."""
+    return "none or no text" if value is None else shown(value)
 
 
 def _body(value: object) -> Mapping[str, Any]:

@@ -155,8 +155,9 @@ def test_a_field_that_is_wrong_is_the_lines_error(body: dict[str, Any], url: str
         ({"custom_id": None}, "custom_id must be text by which the line is known, got none: put a number in quotes"),
         ({"custom_id": ""}, "custom_id must be text by which the line is known, got '': put a number in quotes"),
         ({"method": "GET"}, "method must be POST, got 'GET'"),
+        ({"method": None}, "method must be POST, got none or no text"),  # as a number is read
         ({"url": "/v1/embeddings"}, "url must be one of /v1/chat/completions, /v1/completions, got '/v1/embeddings'"),
-        ({"url": None}, "url must be one of /v1/chat/completions, /v1/completions, got None"),
+        ({"url": None}, "url must be one of /v1/chat/completions, /v1/completions, got none or no text"),
         ({"body": "text"}, "body must be a JSON object, got 'text'"),
         ({"body": None}, "body must be a JSON object, got None"),
     ],
