@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmbatch.arguments import shown
 from llmbatch.errors import ParameterError
-from llmbatch.serving.refused import Refused
+from llmbatch.serving.refused import Refused, ending
 
 _BEARER: Final = "bearer "
 _OPEN: Final = ("/health", "/metrics")  # need no key
@@ -241,20 +242,37 @@ class Http(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, unless an answer has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            refused = Refused(400, "the request must be HTTP/1.1, got something else", code="invalid_http")
-            body, headers = refused.response.body, [("content-type", "application/json"), ("connection", "close")]
-            for event in (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-                h11.Data(data=bytes(body)),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            self._answer(Refused(400, "the request must be HTTP/1.1, got something else", code="invalid_http"))
         self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close the connection when its answer has ended, or at once, with an error, where a body is still to come.
+
+        Uvicorn would wait for the body, and then log that it gave it up.
+        """
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:  # type: ignore[redundant-expr]
+            self._answer(ending())
+            self.transport.close()
+        else:
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing any more."""
         self._end_wait()
         super().connection_lost(exc)
+
+    def _answer(self, refused: Refused) -> None:
+        """Write an error as the last answer of the connection."""
+        response = refused.response
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        reason = HTTPStatus(refused.status).phrase.encode()
+        for event in (
+            h11.Response(status_code=refused.status, headers=headers, reason=reason),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
 
     def _wait(self) -> None:
         if self._timer is None:

@@ -24,8 +24,8 @@ from llmbatch.serving.api_requests import ApiRequestReader, read_object
 from llmbatch.serving.batches.files import FileStore
 from llmbatch.serving.batches.records import Record
 from llmbatch.serving.batches.store import BatchStore
-from llmbatch.serving.bridge import Bridge, ending
-from llmbatch.serving.refused import Refused, respond, unknown
+from llmbatch.serving.bridge import Bridge
+from llmbatch.serving.refused import Refused, ending, respond, unknown
 
 _MOST_LISTED: Final = 100
 _DIGITS: Final = 3  # of that number

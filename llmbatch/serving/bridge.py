@@ -22,7 +22,7 @@ from llmbatch.runtime.online.guests import Guest, GuestEnd
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.serving.api_requests import ApiRequest
 from llmbatch.serving.metrics import ServingMetrics
-from llmbatch.serving.refused import Refused
+from llmbatch.serving.refused import Refused, ending
 from llmbatch.serving.shared import GuestEngine
 
 Said = NDArray[np.int32] | GuestEnd  # tokens that were sampled, or the end
@@ -199,8 +199,3 @@ class Bridge:
             self._empty.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), seconds)
-
-
-def ending() -> Refused:
-    """Make the error of a request that comes while the server ends."""
-    return Refused(503, "the server is ending: ask another one", code="server_ending", headers={"Retry-After": "1"})

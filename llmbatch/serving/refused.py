@@ -66,6 +66,11 @@ def unknown(what: str, name: str, param: str) -> Refused:
     return Refused(404, f"{param} must be that of {what}, got {shown(name)}", param=param, code="not_found")
 
 
+def ending() -> Refused:
+    """Make the error of a request that comes while the server ends."""
+    return Refused(503, "the server is ending: ask another one", code="server_ending", headers={"Retry-After": "1"})
+
+
 def not_kept(what: str, error: OSError) -> Refused:
     """Make the error of something that cannot be written to the folder of files and batches."""
     reason = (error.strerror or str(error)).lower()

@@ -93,6 +93,21 @@ def test_what_has_not_ended_within_grace_is_told_so(worker: Worker, held: EchoEn
             next(stream)
 
 
+def test_a_request_whose_body_is_still_to_come_is_refused_when_the_server_ends(
+    echo: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = echo.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+        client.sendall(b"expect: 100-continue\r\ncontent-length: 100\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 100 ")  # its body is waited for
+        echo.end()
+        told = b"".join(iter(lambda: client.recv(1000), b""))
+    assert told.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"the server is ending: ask another one" in told
+    assert caplog.records == []
+
+
 def test_a_server_whose_engine_died_ends(echo: Served) -> None:
     echo.engine.error = JobError("the device is gone")
     echo.thread.join()
