@@ -171,6 +171,19 @@ def test_a_number_as_custom_id_is_the_error_of_its_line_alone(model: str, tmp_pa
     assert (method["custom_id"], method["response"]["body"]["error"]["param"]) == ("c", "method")
 
 
+@pytest.mark.parametrize("between", [0, 400])  # lines: of one block, and of two
+def test_fields_beside_those_of_a_line_may_hold_anything(model: str, tmp_path: Path, between: int) -> None:
+    others = [line(f"line-{number}", prompt="a" * 400) for number in range(between)]
+    extras: list[Any] = [1, "text", {"a": 1}, [0.5], 2**70, None]
+    lines = [{**line(f"extra-{number}"), "extra": extra} for number, extra in enumerate(extras)]
+    write(tmp_path / "in.jsonl", [lines[0], *others, *lines[1:]])
+    asked: dict[str, Any] = {"model": model, "engine": "simulated"}
+    report = llmbatch.run(tmp_path / "in.jsonl", tmp_path / "out.parquet", **asked)
+    assert (report.rows, report.errors) == (len(others) + len(lines), 0)
+    found = pq.read_table(tmp_path / "out.parquet")["extra"].to_pylist()
+    assert [json.loads(one) for one in found if one is not None] == extras[:-1]
+
+
 def test_what_the_engine_failed_at_has_an_error_and_no_response() -> None:
     columns = {"custom_id": "a", "method": "POST", "url": CHAT, "body": "{}"}
     answer = {"num_input_tokens": 1, "num_cached_tokens": 0, "choices": None, "prompt_logprobs": None}

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from llmbatch.errors import JobStopped, ParameterError
+from llmbatch.errors import DataError, JobStopped, ParameterError
 from llmbatch.inference.progress import Advance
 from llmbatch.inference.report import Report
 from llmbatch.inference.worker import Worker
@@ -110,14 +110,6 @@ def test_a_file_that_is_no_batch_fails_and_says_which_lines_are_wrong(echo: Serv
     ]
 
 
-def test_a_file_that_no_table_holds_fails_without_a_word_of_the_servers_folders(echo: Served, tmp_path: Path) -> None:
-    lines = [{**line("a"), "note": 1}, {**line("b"), "note": "text"}]
-    done = ended(echo, begin(echo, upload(echo, "\n".join(map(json.dumps, lines)).encode())).id)
-    [fault] = done.errors.data
-    assert (done.status, fault.code) == ("failed", "invalid_input")
-    assert fault.message.endswith("'note' is a number in line 1 of input.jsonl and a string in line 2 of input.jsonl")
-
-
 def test_half_of_a_character_is_the_error_of_its_line(echo: Served) -> None:
     bad = json.dumps(line("bad", prompt="\ud800")).encode() + b"\n"
     done = ended(echo, begin(echo, upload(echo, LINES + bad)).id)
@@ -181,6 +173,20 @@ def added(files: FileStore, batches: BatchStore, tmp_path: Path, lines: bytes = 
     name: str = batches.add({"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"})["id"]
     files.remove(file)
     return name
+
+
+def test_a_batch_that_cannot_be_read_fails_without_a_word_of_the_servers_folders(tmp_path: Path) -> None:
+    def run(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
+        raise DataError(f"line 1 of {source} cannot be held by a table")
+
+    files, batches = store(tmp_path, run)
+    name = added(files, batches, tmp_path)
+    batches.start()
+    while batches.get(name)["status"] != "failed":
+        pass
+    batches.close(0.0)
+    [fault] = batches.get(name)["errors"]["data"]
+    assert (fault["code"], fault["message"]) == ("invalid_input", "line 1 of input.jsonl cannot be held by a table")
 
 
 def test_lines_that_fail_are_counted_apart_while_a_batch_runs(worker: Worker, tmp_path: Path) -> None:

@@ -57,13 +57,14 @@ class JsonlFiles:
         """Read all files through and find their columns.
 
         `json_columns` are kept as JSON text, whatever they hold; in `text_columns` what is no text counts as null.
+        Where there are `json_columns`, others are not looked at: one that has no type is kept as JSON text, too.
         Raises `DataError` naming file and line if a line is not a JSON object or a value fits no column.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
             scans = list(pool.map(partial(_scan, files, json_columns, text_columns), files))
         names = dict.fromkeys(chain.from_iterable(scan.names for scan in scans))
         kinds = list(dict.fromkeys(chain.from_iterable(scan.kinds for scan in scans)))
-        schema = pa.schema([(name, _common(files, kinds, name)) for name in names])
+        schema = pa.schema([(name, _common(files, kinds, name, json_columns)) for name in names])
         rows, nbytes = tuple(scan.num_rows for scan in scans), sum(scan.nbytes for scan in scans)
         text_bytes = sum(scan.text_bytes for scan in scans)
         found = cls(tuple(files), schema, rows, nbytes, text_bytes, tuple(text_columns))
@@ -131,7 +132,7 @@ def _scan(
         if table is None:
             rows = _rows(block, text_columns)
             names |= dict.fromkeys(chain.from_iterable(rows))
-            array = _array(files, rows, None, json_columns)
+            array = _array(files, rows, None, json_columns, text_columns)
             table, kind = pa.Table.from_struct_array(array), array.type
             wide = wide or TEXT in [field.type for field in kind]
         else:
@@ -154,7 +155,9 @@ def _rows(block: Block, text_columns: Sequence[str]) -> list[dict[str, object]]:
     return rows
 
 
-def _common(files: Sequence[InputFile], kinds: Sequence[pa.StructType], name: str) -> pa.DataType:
+def _common(
+    files: Sequence[InputFile], kinds: Sequence[pa.StructType], name: str, json_columns: Sequence[str]
+) -> pa.DataType:
     """Find the type that holds all values of a column."""
     found = [kind.field(name).type for kind in kinds if kind.get_field_index(name) >= 0]
     if TEXT in found and all(kind == TEXT or pa.types.is_nested(kind) or pa.types.is_null(kind) for kind in found):
@@ -163,8 +166,11 @@ def _common(files: Sequence[InputFile], kinds: Sequence[pa.StructType], name: st
         fields = [pa.schema([pa.field("", kind)]) for kind in found]
         common = pa.unify_schemas(fields, promote_options="permissive").types[0]
     except pa.ArrowException as error:
+        if json_columns:
+            return TEXT
         raise _blame(files, name, error) from None
-    return TEXT if is_wide(common) else common
+    has_widened = json_columns and any(_widens(kind, common) for kind in found)
+    return TEXT if has_widened or is_wide(common) else common
 
 
 def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
@@ -177,19 +183,26 @@ def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
 
 
 def _array(
-    files: Sequence[InputFile], rows: Sequence[Row], kind: pa.StructType | None, json_columns: Sequence[str] = ()
+    files: Sequence[InputFile],
+    rows: Sequence[Row],
+    kind: pa.StructType | None,
+    json_columns: Sequence[str] = (),
+    text_columns: Sequence[str] = (),
 ) -> pa.StructArray:
-    """Make an array of structs from rows, with the inferred type if no other is wanted."""
+    """Make an array of structs from rows, with the inferred type if no other is wanted (`JsonlFiles.check`)."""
     names = dict.fromkeys(chain.from_iterable(rows)) if kind is None else [field.name for field in kind]
     if kind is None:
         text = [name for name in names if name in json_columns or is_wide_value([row.get(name) for row in rows])]
     else:
         text = [field.name for field in kind if field.type == TEXT]
-    rows = [{**row, **{name: _as_text(row[name]) for name in text if name in row}} for row in rows] if text else rows
+    made = [{**row, **{name: _as_text(row[name]) for name in text if name in row}} for row in rows] if text else rows
     try:
-        array = pa.array(rows, kind)
+        array = pa.array(made, kind)
     except _MISFITS as error:
-        raise _blame(files, _misfit(rows, kind), error) from None
+        misfits = [*_misfits(made, kind)]
+        if json_columns and misfits and not {*misfits} & {*json_columns, *text_columns}:
+            return _array(files, rows, None, (*json_columns, *misfits), text_columns)
+        raise _blame(files, misfits[0] if misfits else "", error) from None
     if kind is not None or not text:
         return array
     return array.cast(pa.struct([field.with_type(TEXT) if field.name in text else field for field in array.type]))
@@ -206,15 +219,13 @@ def _as_text(value: object) -> object:
     return text
 
 
-def _misfit(rows: Sequence[Row], kind: pa.StructType | None) -> str:
-    """Find the first column of these rows that no type holds, or not the one it has."""
-    name = ""
+def _misfits(rows: Sequence[Row], kind: pa.StructType | None) -> Iterator[str]:
+    """Yield the columns of these rows that no type holds, or not the one they have."""
     for name in dict.fromkeys(chain.from_iterable(rows)) if kind is None else [field.name for field in kind]:
         try:
             pa.array([{name: row.get(name)} for row in rows], None if kind is None else pa.struct([kind.field(name)]))
         except _MISFITS:
-            break
-    return name
+            yield name
 
 
 def _blocks(file: InputFile) -> Iterator[Block]:
