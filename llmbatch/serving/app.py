@@ -30,6 +30,7 @@ from llmbatch.serving.refused import Refused, ending, respond, unknown
 _MOST_LISTED: Final = 100
 _DIGITS: Final = 3  # of that number
 _LISTED: Final = 20
+_UPLOADED: Final = ("file", "purpose")  # fields of an upload
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -85,6 +86,10 @@ class Endpoint:
             file, purpose = form.get("file"), form.get("purpose", "")
             if file is None or isinstance(file, str):
                 raise Refused(400, "file must be given as a file", param="file", code="invalid_value")
+            for name in form:
+                if name not in _UPLOADED:
+                    message = f"{name} must be left out, since a file has no such field here: known are file, purpose"
+                    raise Refused(400, message, param=name, code="invalid_value")
             kept = await self._aside(self.files.add, file.file, file.filename or "", str(purpose))
         return JSONResponse(kept)
 

@@ -77,6 +77,18 @@ def test_a_file_for_something_else_and_one_that_is_too_large_are_refused(worker:
         assert list(echo.client.files.list()) == []
 
 
+def test_a_file_that_should_expire_is_refused(echo: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        echo.client.files.create(
+            file=("a", LINES), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+    assert (caught.value.param, list(echo.client.files.list())) == ("expires_after[anchor]", [])
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["message"] == (
+        "expires_after[anchor] must be left out, since a file has no such field here: known are file, purpose"
+    )
+
+
 def test_a_batch_is_answered(echo: Served) -> None:
     batch = begin(echo, upload(echo), metadata={"a": "b"})
     assert (batch.status, batch.endpoint, batch.metadata) == ("validating", COMPLETIONS, {"a": "b"})
