@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
@@ -130,6 +132,15 @@ def test_weights_that_are_not_there_are_no_random_numbers(
     with pytest.raises(ModelError) as caught:
         load_model(folder, dtype="float32", platform=HOST)
     assert str(caught.value) == f"model folder {folder!r} cannot be loaded{reason}"
+
+
+def test_loads_that_overlap_leave_the_process_as_it_was(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "llama")
+    before = torch.get_default_dtype(), PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as threads:
+        for loaded in threads.map(lambda _: load_model(folder, dtype="bfloat16", platform=HOST), range(8)):
+            assert loaded.dtype == torch.bfloat16
+    assert (torch.get_default_dtype(), PreTrainedModel.tie_weights) == before
 
 
 def test_eos_ids_come_from_the_generation_config_and_its_other_fields_are_left(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ modules without their weights: which attention each layer asks for, and how much
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,6 +42,9 @@ from llmbatch.engine.model.refusals import (
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
 
+# Held while a model is built. Transformers changes torch's default type meanwhile, which all code that makes tensors
+# sees, and its own way to tie weights; two builds that overlap would leave both changed for good.
+BUILDING: Final = threading.Lock()
 _PROCESSOR: Final = torch.device("cpu")
 
 
@@ -200,7 +204,7 @@ def _outlined_attention(
 ) -> dict[int, AttentionSpec] | None:
     """Survey the attention of a model without weights; None if it computes on what tensors hold."""
     config = without_quantisation(copy.deepcopy(whole))
-    with torch.device("meta"), torch.inference_mode():
+    with BUILDING, torch.device("meta"), torch.inference_mode():
         try:
             module: Any = built_by.from_config(config, dtype=dtype, attn_implementation=NAME)
         except (

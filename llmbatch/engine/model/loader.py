@@ -19,7 +19,15 @@ from transformers import GenerationConfig, PretrainedConfig
 from llmbatch.choices import KVDType, LoadFormat
 from llmbatch.engine.model.attention_interface import survey
 from llmbatch.engine.model.by_layer import load_by_layer, open_host_layers
-from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, check_streamed, check_words, describe_model
+from llmbatch.engine.model.config import (
+    BUILDING,
+    DType,
+    ModelConfig,
+    check_gpu,
+    check_streamed,
+    check_words,
+    describe_model,
+)
 from llmbatch.engine.model.fusion.layers import fuse_layers
 from llmbatch.engine.model.fusion.modules import join_products
 from llmbatch.engine.model.fusion.probes import fuse
@@ -88,9 +96,17 @@ def load_weights(
     """Load a described model onto a device, straight from its files if they allow it.
 
     `load_format` dummy fills the weights with seeded noise, for benchmarks. `weights_memory`: bytes that weights may
-    take, and others are fetched at each step; None: all stay in memory. Raises ModelError if the folder has no weights,
-    or the model has a part that is not supported.
+    take, and others are fetched at each step; None: all stay in memory. A process loads one model at a time, others
+    wait. Raises ModelError if the folder has no weights, or the model has a part that is not supported.
     """
+    with BUILDING:
+        return _loaded(described, load_format, weights_memory, platform)
+
+
+def _loaded(
+    described: ModelConfig, load_format: LoadFormat, weights_memory: int | None, platform: Platform
+) -> LoadedModel:
+    """Load a described model, alone in this process."""
     folder = described.folder
     notes = _room(described) if load_format != "dummy" else ()
     streaming = hosted = None
