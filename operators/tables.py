@@ -110,7 +110,7 @@ def _of_pandas(batch: Any, read: frozenset[str]) -> Batch | None:
     names, table = pandas_table(batch, read)
 
     def back(answers: pa.Table) -> Any:
-        beside = answers.to_pandas()
+        beside = answers.replace_schema_metadata().to_pandas()  # what pandas noted of the columns read is not theirs
         beside.index = batch.index
         return sys.modules["pandas"].concat([batch, beside], axis=1)
 

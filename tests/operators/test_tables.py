@@ -50,6 +50,15 @@ def test_a_data_frame_keeps_names_index_and_types(model: str) -> None:
     assert operator(frame.iloc[:0]).columns.tolist() == [0, 1, "2", *AnswerSchema().columns.names]
 
 
+def test_a_data_frame_whose_prompts_are_nested_columns_of_arrow_is_answered(model: str) -> None:
+    operator: Any = LLMOperator(model=model, prompt="ids", engine="simulated", max_tokens=2)
+    ids = pd.Series([[1], [2, 3]], index=[7, 7], dtype=pd.ArrowDtype(pa.list_(pa.int32())))
+    frame = pd.DataFrame({"ids": ids, "x": pd.Categorical(["x", "y"])})
+    answered = operator(frame)
+    assert answered["generated_text"].tolist() == TEXTS[:2]
+    pd.testing.assert_frame_equal(answered[["ids", "x"]], frame)
+
+
 def test_a_polars_frame_keeps_its_types_and_a_lazy_one_stays_lazy(operator: Any) -> None:
     frame = pl.DataFrame({"text": ["a", "b"], "e": pl.Series(["u", "v"], dtype=pl.Enum(["v", "u"]))})
     answered = operator(frame)
