@@ -27,8 +27,11 @@ Table = TypeVar("Table")
 Operator = TypeVar("Operator")
 
 
-def answer(options: Options, batch: Any) -> Any:
-    """Return the batch with its answers, in the kind it came (`llmbatch.operators.tables`)."""
+def answer(options: Options, batch: Any, *, typed: bool = False) -> Any:
+    """Return the batch with its answers, in the kind it came (`llmbatch.operators.tables`).
+
+    Types of answers show if `typed`, also of those that are all null: what joins several batches needs that.
+    """
     if isinstance(batch, pa.RecordBatchReader):
         return answered_reader(options, batch)
     if instance_of(batch, "polars", "LazyFrame"):
@@ -39,7 +42,8 @@ def answer(options: Options, batch: Any) -> Any:
     shared = worker_of(options)
     answer_schema(shared, asked.schema)
     answered = shared.answer(asked.table).table
-    return asked.back(answered.select(range(asked.table.num_columns, answered.num_columns)))
+    back = asked.typed if typed and asked.typed is not None else asked.back
+    return back(answered.select(range(asked.table.num_columns, answered.num_columns)))
 
 
 class _Configured(type):
@@ -104,8 +108,8 @@ class LLMOperator(metaclass=_Configured):
         """Take the options of `LLMOperator(...)`; the class that comes out of it carries them and takes none."""
 
     def __call__(self, batch: Table) -> Table:
-        """Answer a table."""
-        return cast("Table", answer(self._given(), batch))
+        """Answer one table of many, which are joined: Ray constructs the class and calls it with each batch."""
+        return cast("Table", answer(self._given(), batch, typed=True))
 
     @classmethod
     def stream(cls, batches: Any, *, window_rows: int | None = None) -> pa.RecordBatchReader:

@@ -31,6 +31,7 @@ class Batch:
     schema: pa.Schema  # of all columns; the types are those of `table`
     table: pa.Table  # the columns that are read
     back: Callable[[pa.Table], Any]
+    typed: Callable[[pa.Table], Any] | None = None  # as `back`, with answers whose types show; None: `back` does it
 
 
 def to_arrow(batch: Any, read: frozenset[str]) -> Batch:
@@ -108,13 +109,17 @@ def _of_pandas(batch: Any, read: frozenset[str]) -> Batch | None:
     if not instance_of(batch, "pandas", "DataFrame"):
         return None
     names, table = pandas_table(batch, read)
+    pandas = sys.modules["pandas"]
 
-    def back(answers: pa.Table) -> Any:
-        beside = answers.replace_schema_metadata().to_pandas()  # what pandas noted of the columns read is not theirs
+    def back(answers: pa.Table, **kept: Any) -> Any:
+        # What pandas noted of the columns that were read is not of the answers.
+        beside = answers.replace_schema_metadata().to_pandas(**kept)
         beside.index = batch.index
-        return sys.modules["pandas"].concat([batch, beside], axis=1)
+        return pandas.concat([batch, beside], axis=1)
 
-    return Batch(outline(names, table.schema), table, back)
+    return Batch(
+        outline(names, table.schema), table, back, lambda answers: back(answers, types_mapper=pandas.ArrowDtype)
+    )
 
 
 def _of_polars(batch: Any, read: frozenset[str]) -> Batch | None:
@@ -136,7 +141,12 @@ def _of_mapping(batch: Any, read: frozenset[str]) -> Batch | None:
     if not isinstance(batch, Mapping) or instance_of(batch, "datasets", "DatasetDict", "IterableDatasetDict"):
         return None
     table = pa.table({name: _column(values) for name, values in batch.items()})
-    return Batch(table.schema, columns_of(table, read), lambda answers: _beside_arrays(batch, beside(table, answers)))
+    return Batch(
+        table.schema,
+        columns_of(table, read),
+        lambda answers: _beside_arrays(batch, beside(table, answers)),
+        lambda answers: {**batch, **dict(zip(answers.column_names, answers.columns))},
+    )
 
 
 def _of_datasets(batch: Any, read: frozenset[str]) -> Batch | None:

@@ -239,6 +239,17 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
     assert table["generated_text"].to_pylist() == expected["generated_text"].to_pylist()
 
 
+@pytest.mark.parametrize("batch_format", ["numpy", "pandas"])
+def test_batches_of_every_format_have_answers_of_the_same_types(model: str, batch_format: str) -> None:
+    op = operator(model, engine="simulated", max_tokens=2, n=2)
+    rows = ray.data.from_arrow(pa.table({"id": range(4), "text": ["a", "b", None, "d"]}))
+    batches = rows.map_batches(op, concurrency=1, batch_size=2, num_cpus=0.1, batch_format=batch_format)
+    blocks = [block for block in ray.get(batches.to_arrow_refs()) if block.num_rows]
+    columns = AnswerSchema(choices=True).columns
+    assert [block.schema.field(name) for block in blocks for name in columns.names] == [*columns] * len(blocks)
+    assert sum(block["error"].null_count for block in blocks) == 3
+
+
 def test_the_example_curates_documents(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     model = chat_model_folder(tmp_path / "model")
