@@ -84,9 +84,14 @@ def map_dataset(
         ds = map_dataset(ds, answer)
         ds.write_parquet("answers")
     """
+    if not isinstance(ds, ray.data.Dataset):
+        raise ParameterError(
+            f"ds must be a Ray dataset, got {_kind(ds)}: "
+            "ray.data.from_arrow(table) or ray.data.read_parquet(path) makes one, and the operator comes after it"
+        )
     options = getattr(op, "options", None)
     if not isinstance(options, Options):
-        raise ParameterError(f"map_dataset takes LLMOperator(...), got {op!r}")
+        raise ParameterError(f"map_dataset takes LLMOperator(...), got {_kind(op)}")
     if options.beside:
         raise ParameterError(
             f"beside must be left out of an operator for map_dataset, whose actors have engines, got {options.beside}: "
@@ -145,6 +150,11 @@ def _strategy(fewest: int, most: int) -> ray.data.ActorPoolStrategy:
         max_concurrent_calls_per_actor=_CALLS,
         enable_true_multi_threading=True,
     )
+
+
+def _kind(value: object) -> str:
+    """Name what is no dataset or no operator, in few words: tables and datasets would show all of themselves."""
+    return repr(value) if isinstance(value, type) else type(value).__name__
 
 
 def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:

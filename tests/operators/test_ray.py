@@ -185,6 +185,19 @@ def test_what_is_wrong_is_said_before_anything_runs(model: str) -> None:
         map_dataset(taken, op, concurrency=1)
 
 
+def test_what_is_no_dataset_is_refused_with_what_makes_one(model: str) -> None:
+    op, table = operator(model, engine="simulated"), rows_of(3)
+    ds = ray.data.from_arrow(table)
+    makes = r": ray\.data\.from_arrow\(table\) or ray\.data\.read_parquet\(path\) makes one, and the operator comes "
+    for given, kind in ((table, "Table"), (table.to_pandas(), "DataFrame"), ("rows.parquet", "str")):
+        with pytest.raises(ParameterError, match=f"^ds must be a Ray dataset, got {kind}{makes}"):
+            map_dataset(cast(Any, given), op, concurrency=1)
+    with pytest.raises(ParameterError, match=rf"^ds must be a Ray dataset, got LLMOperator\(model='.*'\){makes}"):
+        map_dataset(op, cast(Any, ds), concurrency=1)
+    with pytest.raises(ParameterError, match=r"^map_dataset takes LLMOperator\(\.\.\.\), got (Materialized)?Dataset$"):
+        map_dataset(ds, cast(Any, ds), concurrency=1)
+
+
 def test_actors_that_leave_no_cpu_are_warned_of(model: str) -> None:
     ds = ray.data.from_arrow(rows_of(0))
     with pytest.warns(UserWarning, match=r"^the actors take 2 of the cluster's 2 CPUs, and reading and sorting need"):
