@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import ray
 
-from llmbatch.arguments import refusal
+from llmbatch.arguments import finite, refusal
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
 
@@ -25,6 +25,7 @@ _RAY: Any = ray  # some of its functions have no types
 
 _ONE_A_NODE: Final = 0.6  # of the cores that can be used at best, that an actor a node must use
 _SEVERAL: Final = 0.8  # likewise, that several must use: with as many, they are as large as can be
+_NAMED: Final = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # arguments, by the resource they are of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,19 @@ def place_actors(
     if used.get(single, 0) < _ONE_A_NODE * best:
         single = max(size for size in used if used[size] >= _SEVERAL * best)
     return Placement(counts[single], float(single), num_gpus)
+
+
+def check_resources(resources: object) -> None:
+    """Check what an actor reserves of the resources that a cluster has names of its own for. Raises ParameterError."""
+    if resources is None:
+        return
+    if not isinstance(resources, Mapping) or not all(isinstance(name, str) for name in resources):
+        raise refusal("resources", "be a dict of numbers by names of resources", resources)
+    for name, number in resources.items():
+        if name in _NAMED:
+            raise ParameterError(f"resources must have no {name}, got {number!r}: give it as {_NAMED[name]}")
+        if finite(f"resources[{name!r}]", number) < 0:
+            raise refusal(f"resources[{name!r}]", "be at least 0", number)
 
 
 def _on_gpus(nodes: Sequence[NodeResources], num_cpus: float | None, num_gpus: float, *, attends: bool) -> Placement:

@@ -37,7 +37,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import SharedEngine
-from llmbatch.operators.ray.cluster import actor_pool, memory_of_actor
+from llmbatch.operators.ray.cluster import actor_pool, check_resources, memory_of_actor
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
@@ -103,6 +103,7 @@ def map_dataset(
     for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus), ("memory", memory)):
         if value is not None and finite(name, value) < 0:
             raise ParameterError(f"{name} must be at least 0, got {value}")
+    check_resources(resources)
     pool = actor_pool(options, concurrency, num_cpus=num_cpus, num_gpus=num_gpus, quiet=quiet)
     given = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "memory": memory, "resources": resources}
     worker = _planner(options)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("ray")
 
 from llmbatch.errors import ParameterError
-from llmbatch.operators.ray.cluster import NodeResources, Placement, memory_of_actor, place_actors
+from llmbatch.operators.ray.cluster import NodeResources, Placement, check_resources, memory_of_actor, place_actors
 
 CPUS = st.one_of(st.integers(1, 64), st.sampled_from([0, 0.5, 1.5, 2.25, 7.75]))
 NODES = st.lists(st.builds(NodeResources, CPUS, st.integers(0, 8)), min_size=1, max_size=12).filter(
@@ -100,6 +100,23 @@ def test_actors_share_the_memory_of_their_node(reserved: dict[str, float], most:
 
 def test_a_node_of_which_nothing_is_known_has_no_limit() -> None:
     assert memory_of_actor({}, {}, 4) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        ("x", "resources must be a dict of numbers by names of resources, got 'x'"),
+        (["a"], "resources must be a dict of numbers by names of resources, got ['a']"),
+        ({1: 2}, "resources must be a dict of numbers by names of resources, got {1: 2}"),
+        ({"a": -1}, "resources['a'] must be at least 0, got -1"),
+        ({"a": "b"}, "resources['a'] must be a finite number, got 'b'"),
+        ({"CPU": 1}, "resources must have no CPU, got 1: give it as num_cpus"),
+    ],
+)
+def test_resources_that_no_actor_can_reserve_are_refused(resources: Any, said: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        check_resources(resources)
+    assert str(caught.value) == said
 
 
 def test_ranks_have_a_core_each() -> None:

@@ -176,6 +176,8 @@ def test_what_is_wrong_is_said_before_anything_runs(model: str) -> None:
     map_dataset(ds, op, concurrency=cast(Any, [1, 1]))
     with pytest.raises(ParameterError, match=r"^rows_per_shard must be at least 1, got 0$"):
         map_dataset(ds, op, concurrency=1, rows_per_shard=0)
+    with pytest.raises(ParameterError, match=r"^resources must have no CPU, got 1: give it as num_cpus$"):
+        map_dataset(ds, op, concurrency=1, resources={"CPU": 1})
     with pytest.raises(DataError, match=r"^the prompt column 'question' is not in the input"):
         map_dataset(ds, operator(model, engine="simulated", prompt="question"), concurrency=1)
     taken = ray.data.from_arrow(pa.table({"text": ["a"], "_llmbatch_shard": [1]}))
