@@ -18,7 +18,7 @@ from llmbatch.errors import ParameterError
 StructureKind = Literal["json", "regex", "choice", "grammar"]
 _KINDS: Final[tuple[str, ...]] = (*get_args(StructureKind), "json_object")
 _UNKNOWN: Final = "unknown special token"  # in errors of llguidance
-_MOST_LETTERS: Final = 1 << 19  # of a form: half a second to compile; twice as many take several times as long
+_MOST_LETTERS: Final = 1 << 19  # of a form: half a second to compile; thrice as many take six times as long
 _ANY_OBJECT: Final = '{"type": "object"}'
 _PLAIN_WORDS: Final = {"NoExtensionBias": "no text can follow it"}  # for llguidance's
 
