@@ -54,7 +54,8 @@ class LockedWorker:
 def worker_of(options: Options) -> LockedWorker:
     """Return the worker of a configuration: one process loads a model once."""
     key = repr(options)
-    with _opening:
-        if key not in _workers:
-            _workers[key] = LockedWorker(open_worker(options))
-        return _workers[key]
+    if key not in _workers:  # a call that has its worker does not wait for another to be opened
+        with _opening:
+            if key not in _workers:
+                _workers[key] = LockedWorker(open_worker(options))
+    return _workers[key]
