@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -478,11 +479,11 @@ def test_an_endpoint_of_another_kind_does_not_forecast(there: Endpoint, tmp_path
 
 
 def test_actors_of_map_dataset_have_engines() -> None:
-    pytest.importorskip("ray")
+    data = pytest.importorskip("ray.data")
     answer: Any = llmbatch.LLMOperator(model=MODEL, prompt="text", beside="http://there:1")
-    nothing: Any = None
+    ds = Mock(spec=data.Dataset)  # nothing looks at it
     with pytest.raises(ParameterError) as caught:
-        llmbatch.map_dataset(nothing, answer, concurrency=1)
+        llmbatch.map_dataset(ds, answer, concurrency=1)
     assert str(caught.value) == (
         "beside must be left out of an operator for map_dataset, whose actors have engines, got ('http://there:1',): "
         "ds.map_batches(op, concurrency=1) asks an endpoint"
