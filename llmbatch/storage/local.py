@@ -96,7 +96,7 @@ def is_held(path: str) -> bool | None:
 def make_folder(path: str) -> None:
     """Make a folder and those above it."""
     missing = []
-    above = path
+    above = path = os.path.abspath(path)
     while not os.path.isdir(above):
         missing.append(above)
         above = os.path.dirname(above)

@@ -352,6 +352,12 @@ def test_a_batch_that_finds_a_full_disk_fails_and_the_next_one_is_run(
     assert again.get(first)["status"] == "validating"  # what the disk knows: it is run when a server starts again
 
 
+def test_a_folder_of_state_is_made_with_those_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    StateFolder.open(Path("there/state")).close()
+    assert (tmp_path / "there" / "state").is_dir()
+
+
 def test_a_folder_is_one_endpoint_s_alone(tmp_path: Path) -> None:
     first = StateFolder.open(tmp_path / "state")
     with pytest.raises(ParameterError, match=r"^state_dir must be one endpoint's alone, got .*\(--state-dir\)$"):
