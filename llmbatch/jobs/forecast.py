@@ -108,8 +108,11 @@ class Forecast(Figures):
 
     def _in_words(self) -> list[tuple[str, str]]:
         """Say each figure in words, by its name."""
+        rows = ("rows", f"{self.rows:,} ({self.errors:,} errors, {self.duplicates:,} duplicates)")
+        if self.errors == self.rows:
+            return [rows, ("time", "none, since no row can be run"), *(("note", note) for note in self.notes)]
         said = [
-            ("rows", f"{self.rows:,} ({self.errors:,} errors, {self.duplicates:,} duplicates)"),
+            rows,
             ("prompt tokens", f"{self.input_tokens:,}, of which {self.prefix_sharing_optimal:.1%} can be shared"),
             ("answer tokens", f"{self.output_tokens:,.0f} expected, {self.output_tokens_most:,} at most"),
             ("density", f"{self.density:.3g} compute / memory, bound by {self.binding}"),
@@ -186,22 +189,25 @@ def forecast(
     requests, refused, cut = fit_requests(shard.requests, pool)
     workload = Workload.of(requests).without(refused)
     pool = split_for(pool, workload)
-    tree = workload.tree
+    tree, answered = workload.tree, (shard.request_of >= 0) & ~np.isin(shard.request_of, list(refused))
     everything = np.arange(len(requests), dtype=np.int32)
     lengths = workload.length_model()
     expected = lengths.expected(everything).mean
     plan = plan_workload(workload, pool, cost, scheduling)
     buys = compare_drawn(requests, lengths, pool, cost, scheduling)
     optimal = partial(_optimal, tree, pool=pool, cost=cost)
-    inputs = int(shard.num_input_tokens.sum())
+    asked = shard.request_of[answered] if shard.asks is None else shard.asks.requests
+    inputs = int(shard.num_input_tokens[answered].sum())
+    # Texts that are scored are part of the tree, several behind each prompt.
+    shared = inputs if options.continuation is None else int(requests.prompt_lengths[asked].sum())
     return Forecast(
         rows=len(shard.request_of),
         errors=len(shard.errors) + int(np.isin(shard.request_of, list(refused)).sum()),
-        duplicates=int(np.count_nonzero(shard.request_of >= 0)) - len(requests),
+        duplicates=len(asked) - len(np.unique(asked)),
         input_tokens=inputs,
         output_tokens=float(expected.sum()),
         output_tokens_most=int(requests.max_tokens.sum(dtype=np.int64)),
-        prefix_sharing_optimal=1 - tree.unique_tokens / inputs if inputs else 0.0,
+        prefix_sharing_optimal=1 - tree.unique_tokens / shared if shared else 0.0,
         density=plan.density,
         binding=plan.binding,
         seconds=buys.seconds if buys else None,
@@ -231,12 +237,14 @@ class OrderGain:
 def compare(
     requests: RequestBatch, lengths: NDArray[np.int32], pool: Pool, cost: CostModel, scheduling: Scheduling
 ) -> OrderGain | None:
-    """Simulate a shard whose answers have these `lengths`; None where it is too large for that."""
+    """Simulate a shard whose answers have these `lengths`; None where it is too large for that, or nothing fits."""
     if not 0 < len(requests) <= MOST_SIMULATED:
         return None
 
     requests, refused, _ = fit_requests(requests, pool)
     workload = Workload.of(requests).without(refused)
+    if not len(workload.tree):
+        return None
     lengths = np.minimum(lengths, requests.max_tokens)
 
     def simulate(order: Policy) -> tuple[float, float]:

@@ -71,6 +71,11 @@ class Pool:
         windows = self.windows._replace(num_pages=self.windows.num_pages * devices)
         return Pool(self.num_pages * devices, self.page_size, windows)
 
+    def at_most(self, pages: int) -> Pool:
+        """Return the pool without the pages, of either kind, that are more than so many."""
+        windows = self.windows._replace(num_pages=min(self.windows.num_pages, pages))
+        return Pool(min(self.num_pages, pages), self.page_size, windows)
+
     @property
     def tokens(self) -> int:
         """The tokens it holds."""

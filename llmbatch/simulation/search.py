@@ -100,11 +100,11 @@ def search(
     bounds.sort(key=lambda one: worth(one.split, one.seconds))
     simulated: list[tuple[float, SearchedSplit]] = []
     rest: list[SearchedSplit] = []
-    whole = times == 1.0 and len(workload.tree) <= MOST_SIMULATED
+    whole = times == 1.0 and 0 < len(workload.tree) <= MOST_SIMULATED
     for bound in bounds:
         split = bound.split
         enough = len(simulated) > 1 and worth(split, bound.seconds) >= sorted(best for best, _ in simulated)[1]
-        if whole and not enough and split.data_parallel <= len(workload.tree):
+        if whole and not enough:
             seconds = _simulated(workload, output, split, scheduling)
             simulated.append((worth(split, seconds), _told(bound, seconds)))
         else:
@@ -155,17 +155,19 @@ def _bound_of(
 
 
 def _simulated(workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling) -> float:
-    """Return the seconds of a split by the clock."""
+    """Return the seconds of a split by the clock, of which no more copies run than there are rows."""
     most = Fit.of(workload.tree.lengths, workload.max_tokens, split.pool).max_tokens
     known = np.minimum(workload.known, most)
     fitted = replace(workload, max_tokens=most, known=known, prompts=Prompts.nothing())  # pages are found by the tree
+    longest = (workload.tree.lengths + most)[workload.tree.rows].astype(np.int64)
+    pages = int((longest // split.pool.page_size + 2).sum())  # that all rows take at once
     found = simulate_workload(
         fitted,
         output,
         split.cost,
-        split_for(split.pool, fitted),
+        split_for(split.pool, fitted).at_most(pages),
         split.scheduling(scheduling),
-        replicas=split.data_parallel,
+        replicas=min(split.data_parallel, len(workload.tree)),
         known=False,
     )
     return found.report.seconds

@@ -28,6 +28,8 @@ from llmbatch.simulation.simulator import no_room, pool_of
 # FLOP/s of attention over prompts, which is not measured.
 _HOST: Final = {"bandwidth": 204.8e9, "compute": 1e12}
 
+_MOST_DEVICES: Final = 1024  # of a kind; the clock runs each copy
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -50,11 +52,16 @@ class Offer:
                 raise ParameterError(
                     f"price must be of devices that are offered, got {name!r}: name it in devices (--devices) too"
                 )
-            if not value > 0:
-                raise ParameterError(f"price of a device must be positive, got {value:g} for {name}")
+            if not 0 < value < math.inf:
+                raise ParameterError(f"price of a device must be a positive number, got {value:g} for {name}")
         for name, count in devices.items():
             if count < 1:
                 raise ParameterError(f"devices must be at least 1 of each kind, got {count} of {name}")
+            if count > _MOST_DEVICES:
+                raise ParameterError(
+                    f"devices must be at most {_MOST_DEVICES:,} of each kind, got {count:,} of {name}: search for a "
+                    "part of the rows on a part of the devices"
+                )
         return tuple(cls(find_hardware(name), count, price.get(name)) for name, count in devices.items())
 
 

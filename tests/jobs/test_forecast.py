@@ -154,6 +154,24 @@ def asked(model: str, tmp_path: Path) -> tuple[str, dict[str, Any]]:
     return path, {"model": model, "prompt": "text", "max_tokens": 40}
 
 
+@pytest.mark.parametrize("options", [{"n": 3, "temperature": 1.0}, {"continuation": "texts"}, {"kv_memory": 9_000}])
+def test_figures_of_rows_with_several_requests_or_none(model: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    table = pa.table({"text": ["a", "b", "c" * 200], "texts": [["x", "yy", "zzz"], ["x"], ["y", "z"]]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    found = llmbatch.explain(str(tmp_path / "in.parquet"), model=model, prompt="text", **options)
+    assert found.duplicates == 0
+    assert 0 <= found.prefix_sharing_optimal < 1
+
+
+def test_where_no_row_can_be_run_nothing_is_said_of_time(model: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a" * 100] * 3}), tmp_path / "in.parquet")
+    found = llmbatch.explain(str(tmp_path / "in.parquet"), model=model, prompt="text", kv_memory=3_000)
+    assert found.errors == 3
+    assert found.to_text().splitlines()[:2] == [
+        "rows             3 (3 errors, 0 duplicates)", "time             none, since no row can be run",
+    ]  # fmt: skip  # a line each
+
+
 def test_the_best_split_of_devices_is_told_first(asked: tuple[str, dict[str, Any]]) -> None:
     path, options = asked
     found = llmbatch.explain(path, **options, search=True, devices={"h100": 2, "l4": 2}, price={"h100": 2.0, "l4": 1.0})

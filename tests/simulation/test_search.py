@@ -105,6 +105,14 @@ def test_what_cannot_be_best_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -
     assert found[-1].in_words == f"1 rtx-3090: at least {found[-1].seconds_least:,.1f} s, bound by compute"
 
 
+def test_more_copies_than_rows_are_simulated_too() -> None:
+    workload, output = jobs_of("long answers")
+    few = np.arange(2, dtype=np.int32)
+    two = workload.without([row for row in range(len(workload)) if row not in few])
+    found = search(two, output, splits(), SCHEDULING)
+    assert all(one.seconds is not None for one in found if one.data_parallel > 2)
+
+
 def test_of_a_sample_bounds_decide() -> None:
     workload, output = jobs_of("long answers")
     whole, half = (search(workload, output, splits(), SCHEDULING, times=times) for times in (1.0, 2.0))
@@ -160,7 +168,13 @@ def test_a_split_is_said_in_a_line() -> None:
     ("devices", "price", "said"),
     [
         ({"h100": 0}, None, "devices must be at least 1 of each kind, got 0 of h100"),
-        ({"h100": 1}, {"h100": 0.0}, "price of a device must be positive, got 0 for h100"),
+        (
+            {"h100": 2000},
+            None,
+            "devices must be at most 1,024 of each kind, got 2,000 of h100: search for a part of the rows on a part of "
+            "the devices",
+        ),
+        ({"h100": 1}, {"h100": 0.0}, "price of a device must be a positive number, got 0 for h100"),
         (
             {"h100": 1},
             {"l40s": 1.0},

@@ -5,6 +5,7 @@ Nothing else goes into them, so that whoever has the tables can compute each fig
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +32,18 @@ class OnlineFigures:
     ttft_attainment: float  # share of requests whose first token was in time
     tpot_attainment: float  # share whose mean gap was at most the target
     both_attainment: float
+
+    @property
+    def in_words(self) -> list[str]:
+        """Say them for a person, where there were requests."""
+        return [
+            f"online           {self.requests:,} requests; both targets met by {self.both_attainment:.1%} "
+            f"(first token {self.ttft_attainment:.1%}, gaps {self.tpot_attainment:.1%})",
+            f"first token      p50 {self.ttft_p50:.3f} s, p99 {self.ttft_p99:.3f} s, at most {self.ttft_max:.3f} s",
+            f"gaps             p50 {self.gap_p50 * 1e3:.1f} ms, p99 {self.gap_p99 * 1e3:.1f} ms, "
+            f"p99.9 {self.gap_p999 * 1e3:.1f} ms, at most {self.gap_max * 1e3:.1f} ms",
+            f"normalised       {self.normalised_latency * 1e3:.1f} ms a token of the answer",
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +140,15 @@ class OnlineReport:
         online, job = self.online, self.job
         lines = [
             f"policy           {self.policy}; targets: first token {self.ttft:g} s, mean gap {self.tpot * 1e3:g} ms",
-            f"online           {online.requests:,} requests; both targets met by {online.both_attainment:.1%} "
-            f"(first token {online.ttft_attainment:.1%}, gaps {online.tpot_attainment:.1%})",
-            f"first token      p50 {online.ttft_p50:.3f} s, p99 {online.ttft_p99:.3f} s, "
-            f"at most {online.ttft_max:.3f} s",
-            f"gaps             p50 {online.gap_p50 * 1e3:.1f} ms, p99 {online.gap_p99 * 1e3:.1f} ms, "
-            f"p99.9 {online.gap_p999 * 1e3:.1f} ms, at most {online.gap_max * 1e3:.1f} ms",
-            f"normalised       {online.normalised_latency * 1e3:.1f} ms a token of the answer",
+            *(online.in_words if online.requests else ["online           0 requests"]),
             f"job              {job.rows_ended:,} of {job.rows:,} rows in {job.seconds:,.1f} s, "
             f"{job.tokens_computed:,} tokens and {job.tokens_again:,} again",
             f"steps            {self.steps:,} in {self.run_seconds:,.1f} s, {self.preemptions:,} preemptions, "
             f"{self.yielded_pages:,} pages given back, {self.refused:,} requests that can never fit",
         ]
-        if self.bound_seconds is not None:
+        if self.bound_seconds == math.inf:
+            lines.append(f"bound            none: no step is as short as {self.tpot * 1e3:g} ms")
+        elif self.bound_seconds is not None:
             lines.append(
                 f"bound            {self.bound_seconds:,.1f} s: no steps of at most {self.tpot * 1e3:g} ms end the job "
                 f"sooner; x {job.seconds / self.bound_seconds:.3f} here"
