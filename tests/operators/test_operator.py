@@ -81,6 +81,7 @@ def test_a_process_that_was_forked_from_one_that_runs_models_is_told_so(operator
     forked = multiprocessing.get_context("fork").Process(target=_answer, args=(operator, there))
     forked.start()
     there.close()
+    assert here.poll(60)
     assert here.recv() == (
         "a model must run in a process of its own, got one that was forked from a process which runs models: "
         "take multiprocessing.get_context('spawn')"
