@@ -78,7 +78,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     from numba.core.registry import cpu_target
     from transformers import AutoConfig
 
-    from llmbatch.engine import factory
+    from llmbatch.engine.calibration import device_cost
     from llmbatch.engine.cpu import decoder, engine, linear, platform
     from llmbatch.engine.model import checkpoints, config, loader, refusals
     from llmbatch.inference import engines
@@ -96,13 +96,13 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     parts.count("file", checkpoints, "resolve_model")
     parts.count("tokenizer", engines, "load_tokenizer")
     parts.count("config, and attention of layers", config, "describe_model")
-    parts.count("weights", loader, "_read_module")
+    parts.count("weights", loader, "read_module")
     parts.count("probes of modules", loader, "fuse")
     parts.count("probes of layers", platform, "join_layers")
     parts.count("packing", decoder, "pack_layers")
     parts.count("packing", linear, "PackedWeight")
     parts.count("compiled code", Dispatcher, "compile")
-    parts.count("measuring the processor", factory, "measure_cpu")
+    parts.count("measuring the processor", device_cost, "measure_cpu")
     parts.count("memory of pages", engine.CpuEngine, "__init__")
 
     def whole() -> None:
