@@ -55,8 +55,6 @@ _SHARD = "_llmbatch_shard"  # column
 _CALLS = 3  # of an actor at once: one whose last answers end, one that runs, one that is made ready
 _OUTLINED = 8192  # rows at once
 
-_packed = ("", 0)  # the task that packs in this process, and the number of the last table that it packed
-
 
 def map_dataset(
     ds: ray.data.Dataset,
@@ -229,15 +227,11 @@ def _assign(table: pa.Table, *, options: Options, shards: Any) -> pa.Table:
 
 
 def _pack(table: pa.Table) -> pa.Table:
-    """Return the table as one row, and its number among those of the task: Ray cuts a large shard into several."""
-    global _packed
-    task = str(cast(Any, ray).get_runtime_context().get_task_id())
-    _packed = (task, _packed[1] + 1 if _packed[0] == task else 0)
+    """Return the table as one row."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    rows = pa.array([memoryview(sink.getvalue())], pa.large_binary())
-    return pa.table({"rows": rows, "part": pa.array([_packed[1]], pa.uint64())})
+    return pa.table({"rows": pa.array([memoryview(sink.getvalue())], pa.large_binary())})
 
 
 class _Actor:
@@ -277,8 +271,8 @@ class _Actor:
         table = pa.ipc.open_stream(batch["rows"][0].as_buffer()).read_all()
         numbers, table = table[_SHARD].to_numpy(), table.drop_columns([_SHARD])
         hashes = _prompt_hashes(table, self._options)
-        # A shard may come in several parts, which may have equal prompts.
-        content = np.concatenate((numbers[:1].astype(np.uint64), batch["part"].to_numpy(), np.sort(hashes)))
+        # A shard may come in several parts, which may have equal prompts: they are known by all that their rows hold.
+        content = np.concatenate((numbers[:1].astype(np.uint64), np.sort(hash_rows(table))))
         shard = int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest(), "little")
         schema = AnswerSchema.of(self._options, table.schema)
         call = ShardCall(shard, table, hashes, self._reports.begin(shard), self._flight, schema)

@@ -100,17 +100,20 @@ def test_rows_move_to_an_actor_without_work_and_back_when_it_is_killed(
     assert (counts.answered, counts.deaths) == (100, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-def test_equal_rows_of_a_shard_that_ray_cuts_draw_for_themselves(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_prompts_of_a_shard_that_ray_cuts_draw_for_themselves(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 20_000)
     op = operator(model, max_tokens=20, ignore_eos=True, temperature=1.0)
-    table = pa.table({"text": ["Say something."] * 60, "data": [bytes(2_000)] * 60})
-    found = map_dataset(ray.data.from_arrow(table), op, concurrency=1, num_cpus=0.1, quiet=True).materialize()
+    data = [bytes([number]) * 2_000 for number in range(60)]
+    table = pa.table({"text": ["Say something."] * 60, "data": data})
+    found = map_dataset(ray.data.from_arrow(table), op, concurrency=1, quiet=True).materialize()
     assert found.num_blocks() > 1
     assert len({row["generated_text"] for row in found.take_all()}) == 60
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_an_actor_has_a_model_that_is_split_over_two_ranks(model: str) -> None:
     table = rows_of(40)
     whole, split = (operator(model, max_tokens=20, tensor_parallel=ranks) for ranks in (1, 2))
