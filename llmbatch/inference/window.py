@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.inference.answers.row_parts import RowParts
-from llmbatch.inference.answers.schema import AnswerSchema, tokens_of
+from llmbatch.inference.answers.schema import AnswerSchema, errors_of, tokens_of
 from llmbatch.inference.report import RowCounts
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Window:
         inputs, outputs = tokens_of(answered)
         return RowCounts(
             rows=answered.num_rows,
-            errors=answered.num_rows - answered["error"].null_count,
+            errors=errors_of(answered),
             duplicates=len(self.rows) - len(self.requests),
             input_tokens=inputs,
             cached_tokens=int(answered["num_cached_tokens"].to_numpy().sum(dtype=np.int64)),

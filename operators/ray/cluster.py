@@ -138,6 +138,11 @@ def _some(actors: int) -> int:
     return actors
 
 
+def resources_of(node_id: str) -> Mapping[str, float]:
+    """Return what a node of the cluster has, by the names of Ray's resources."""
+    return next((node["Resources"] for node in _RAY.nodes() if node["NodeID"] == node_id), {})
+
+
 def memory_of_actor(node: Mapping[str, float], reserved: Mapping[str, float], most: int) -> float:
     """Return the bytes that an actor may take of its node's memory, where its job has `most` actors at most.
 

@@ -16,7 +16,6 @@ import hashlib
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,7 +36,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import SharedEngine
-from llmbatch.operators.ray.cluster import actor_pool, check_resources, memory_of_actor
+from llmbatch.operators.ray.cluster import actor_pool, check_resources, memory_of_actor, resources_of
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
@@ -243,7 +242,7 @@ class _Actor:
         The job has `most` actors at most.
         """
         context: Any = ray.get_runtime_context()
-        take_at_most(memory_of_actor(_resources_of(context.get_node_id()), context.get_assigned_resources(), most))
+        take_at_most(memory_of_actor(resources_of(context.get_node_id()), context.get_assigned_resources(), most))
         if options.engine == "torch" and options.dtype == "auto":
             from llmbatch.engine.devices import find_platform
 
@@ -277,12 +276,6 @@ class _Actor:
         schema = AnswerSchema.of(self._options, table.schema)
         call = ShardCall(shard, table, hashes, self._reports.begin(shard), self._flight, schema)
         return self._engine.answer(call, self._reports)
-
-
-def _resources_of(node_id: str) -> Mapping[str, float]:
-    """Return what a node of the cluster has."""
-    nodes: list[dict[str, Any]] = cast(Any, ray).nodes()
-    return next((node["Resources"] for node in nodes if node["NodeID"] == node_id), {})
 
 
 def _lost(home: ActorHome) -> NDArray[np.void] | None:
