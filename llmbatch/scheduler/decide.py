@@ -75,6 +75,7 @@ from llmbatch.perf_model.step_bound import WorkLeft, tokens_within, work_to_end
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.beside.decode_choice import choose_decodes, step_bound
+from llmbatch.scheduler.beside.guest_memory import is_crowded
 from llmbatch.scheduler.beside.guest_steps import (
     all_guests_have_chunks,
     count_guests,
@@ -172,7 +173,7 @@ def _begin(state: SchedulerState, now: float) -> None:
     totals.free_tokens = free_tokens - decodes
     taken = decodes + int(decodes * totals.sample_price)
     totals.budget = max(state.pages.page_size if prompts_wait or guests_prefill(state) else 0, most - taken)
-    totals.job_budget = max(0, most_of_job - taken)
+    totals.job_budget = 0 if is_crowded(state.guests, state.limits.pool) else max(0, most_of_job - taken)
 
 
 @compiled

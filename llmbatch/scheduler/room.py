@@ -16,7 +16,7 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import probe
 from llmbatch.kvcache.page_pool import PagePool, path_of, room_for
 from llmbatch.kvcache.windows import least_window_pages, tail_begin, window_room
-from llmbatch.scheduler.beside.guests import kept_free
+from llmbatch.scheduler.beside.guest_memory import kept_free
 from llmbatch.scheduler.kv_forecast import expect, most
 from llmbatch.scheduler.state import SchedulerState, SequenceRecord
 

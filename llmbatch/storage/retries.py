@@ -84,11 +84,13 @@ def persist(what: str, done: str, attempt: Callable[[], _T], patience: float) ->
         try:
             return attempt()
         except Exception as error:
-            if not is_passing(error) or time.monotonic() + wait > end:
+            left = end - time.monotonic()
+            if not is_passing(error) or left <= 0.0:
                 raise refusal(what, done, error) from error
             if wait == _FIRST_WAIT:
                 _log.warning("%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), patience)
-        time.sleep(wait * random.uniform(0.5, 1.0))  # or all that a store turned away would come back at once
+        spread = wait * random.uniform(0.5, 1.0)  # or all that a store turned away would come back at once
+        time.sleep(min(spread, left))
         wait = min(2 * wait, _LONGEST_WAIT)
 
 

@@ -14,13 +14,12 @@ from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.step_bound import compute_within, step_seconds
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
+from llmbatch.scheduler.beside.guest_memory import kept_free, note_held
 from llmbatch.scheduler.beside.guests import (
     Arrivals,
     GuestQueue,
     Latency,
-    kept_free,
     least_slack,
-    note_held,
     rank_guests,
 )
 from llmbatch.scheduler.output import FinishReason, Step
@@ -317,6 +316,22 @@ def test_no_decode_but_the_last_ride_beside_a_late_prompt_or_where_nothing_hides
     assert len(rows) < 16
 
 
+@pytest.mark.parametrize(("bound", "riding"), [(0.66, 8), (0.62, 0)], ids=["whole", "cut"])
+def test_where_parts_run_in_turn_decodes_ride_beside_prompts_that_the_step_computes_whole(
+    bound: float, riding: int
+) -> None:
+    """The prompt computes for .625 s, a decode for .001."""
+    load = Workload([[row] * 20 for row in range(8)] + [[99] * 500], np.full(9, 200, np.int32), np.full(9, 200.0))
+    budget = FixedBudget(100_000)
+    run = Run(scheduler_for(load, 1, 16, 4000, budget=budget, bound=bound, max_running=20, work=(1e3, 1e3)), load)
+    run.scheduler.bound(Latency(bound, 1.0))
+    run.step()
+    arrive(run.scheduler, load, 8, due=99.0)
+    step = run.step()
+    assert step.num_decodes == riding
+    assert (step.counts[step.num_decodes :].sum() == 500) == (riding == 8)
+
+
 def prompts_of_steps(*dues: float, apart: bool) -> list[list[int]]:
     """Whose prompts are in the steps after a job's first, where a guest arrives before each, due then."""
     rows, count = 9, 9 + len(dues)
@@ -381,9 +396,9 @@ def test_the_job_gives_pages_back_for_a_guest_and_loses_no_more_than_these() -> 
 
 
 def test_what_guests_held_is_kept_free_of_the_job() -> None:
-    load = Workload([[row] * 64 for row in range(40)], np.full(40, 40, np.int32), np.full(40, 40.0))
+    load = Workload([[row] * 64 for row in range(80)], np.full(80, 40, np.int32), np.full(80, 40.0))
     run = Run(scheduler_for(load, 5, 16, 60, budget=FixedBudget(256), max_running=100), load)
-    for guest in range(35, 40):
+    for guest in range(75, 80):
         arrive(run.scheduler, load, guest)
         while guest not in run.generated:
             run.seconds += 1.0
@@ -403,7 +418,17 @@ def test_a_row_leaves_free_what_guests_may_want_more_before_it_ends() -> None:
         note_held(guests, 10.0 * abs((second + 100) % 200 - 100))
     assert guests.counts[0].holds == 500
     assert [kept_free(guests, steps) for steps in (1.0, 2.0, 3.0, 16.0)] == [10, 20, 40, 160]
-    assert kept_free(guests, 1e9) == guests.counts[0].reserve - 500 > 450
+    assert kept_free(guests, 1e9) == guests.counts[0].reserve - 500 == 300
+
+
+@pytest.mark.parametrize(("prompt", "enters"), [(560, True), (720, False)])
+def test_no_row_enters_while_guests_hold_more_than_seven_tenths_of_the_pool(prompt: int, enters: bool) -> None:
+    """The first row ends soon, and the second one then finds a free slot and free pages beside the guest."""
+    load = Workload([[0] * 16, [1] * 16, [2] * prompt], np.array([2, 2, 40], np.int32), np.array([2.0, 2.0, 40.0]))
+    run = Run(scheduler_for(load, 1, 16, 60, bound=9.0, max_running=2), load)
+    arrive(run.scheduler, load, 2)
+    run.to_end()
+    assert (run.steps_of[1][0] < run.steps_of[2][-1]) == enters
 
 
 def test_a_guest_that_waits_is_dismissed_and_one_that_runs_is_withdrawn() -> None:

@@ -14,9 +14,9 @@ HEAD = """# Online requests beside a job: by the clock
 
 Written by `python benchmarks/clock/beside.py none` from what the tables' own commands left in beside-*.json. What the
 policies are, and how gaps in the papers were read: [simulate.md](../simulate.md). Nothing was tuned to these tables:
-the constants of `slack` were chosen on other seeds ([decision 0080](../decisions/0080-what-guests-can-spare.md), which
-has figures of those, too). The rows of `slack` are of that decision, all others of before; those of the most load held
-and past saturation are all later than it.
+the constants of `slack` were chosen on other seeds (decisions [0080](../decisions/0080-what-guests-can-spare.md) and
+[0104](../decisions/0104-what-is-kept-free-for-guests.md), which have figures of those, too). The rows of `slack` are of
+decision 0104, but for those of the most load held and of two pools, which are earlier. So are all other policies.
 Nothing here ran on a GPU: seconds are those of the library's cost model, law `bytes`. e is the exponent by which
 compute and memory overlap (1: not at all). `slack` is the library's own scheduler.
 """

@@ -4,4 +4,4 @@ Must not import `decide`, nor `scheduler`.
 Start reading at `guests`.
 """
 
-__all__ = ["decode_choice", "guest_seconds", "guest_steps", "guests", "held_steps"]
+__all__ = ["decode_choice", "guest_memory", "guest_seconds", "guest_steps", "guests", "held_steps"]

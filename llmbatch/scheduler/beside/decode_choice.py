@@ -6,17 +6,20 @@ others keep their pages, and go on in a later step. Where the step before left m
 no prompt of the job can enter now, and decodes may take the rest.
 
 While a guest's prompt waits, a decode takes compute from it: its own products, and what its reading does not hide
-behind the prompt's. All that ride along may take a share of what the prompt would have without them. How much they take
-depends on how well compute and memory overlap: at e = 4 half a step of reading takes 2 % of its compute, at e = 2 13 %,
-and where parts run in turn all of its seconds. How much they may take depends on what guests can spare: `_SHARE` of the
-least share that a guest has left of the time until it is due (`llmbatch.scheduler.beside.guests.least_slack`). So many
-ride while few guests wait, and few while many do, which decide how late first tokens come. Rows that have the most left
-to generate ride first, for a job ends when its longest answer does, and that one gets no token in a step in which it
-sits out. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and the least compute left for prompts.
+behind the prompt's. All that ride along leave the prompts that wait what these need to be computed whole in this step,
+or, where they need more, all but a share of what they would have without the job. How much decodes take depends on how
+well compute and memory overlap: at e = 4 half a step of reading takes 2 % of its compute, at e = 2 13 %, and where
+parts run in turn all of its seconds. How much they may take depends on what guests can spare: `_SHARE` of the least
+share that a guest has left of the time until it is due (`llmbatch.scheduler.beside.guests.least_slack`). So many ride
+while few guests wait, and few while many do, which decide how late first tokens come. Rows that have the most left to
+generate ride first, for a job ends when its longest answer does, and that one gets no token in a step in which it sits
+out. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and the least compute left for prompts.
 
 The job's end waits for a row where the longest answer would outlast all other work in steps of the bounded length, and
 the row's would take `_AWAITED` of the time of that work. Such rows come before all others, whatever the step is to
-read. They alone ride while a guest is late, by `_LATE_SHARE`, and where parts run in turn: there others gain nothing.
+read. They alone ride while a guest is late, by `_LATE_SHARE`, and beside prompts that take more than a step where parts
+run in turn: there others gain nothing. Prompts that the step computes whole come later by what decodes read, and the
+weights are read once less. That is not done while guests hold most of the pool.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from llmbatch.perf_model.step_bound import (
     step_seconds,
     work_to_end,
 )
-from llmbatch.perf_model.work import Rates, chunk_reads, sees_all
+from llmbatch.perf_model.work import Rates, chunk_reads, compute_seconds, pairs_of, sees_all
+from llmbatch.scheduler.beside.guest_memory import is_crowded
 from llmbatch.scheduler.state import SchedulerState
 
 _SHARE: Final = 0.15  # of the compute that a guest's prompt would have, while guests have all of their time left
@@ -79,11 +83,9 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
             read += reads[i]
     guests, least = riding, 0.0  # seconds of compute that prompts are to have
     spared = 0  # decodes of the job that leave so much, even if all were read
-    late = prompts_wait and state.guests.counts[0].late > 0
-    only_awaited = late or (prompts_wait and exponent <= 1.0)
+    only_awaited = False
     if prompts_wait:
-        share = _LATE_SHARE if late else _SHARE * state.guests.counts[0].slack
-        least = (1.0 - share) * compute_within(rates, exponent, seconds, read)
+        least, only_awaited = _left_to_prompts(state, seconds, guests, read)
         spared = int((_left_by(state, seconds, 0, once) - least) / _seconds_each(rates))
     too_much = np.inf  # what a row read for which there was no room; none that reads as much has it later
     for i in _in_order(state, 0.0 if prompts_wait else awaited):
@@ -137,6 +139,36 @@ def _awaited(state: SchedulerState, steps: float) -> float:
         if not record.guest:
             longest = max(longest, record.remaining_tokens)
     return _AWAITED * steps if longest > steps else np.inf
+
+
+@compiled
+def _left_to_prompts(state: SchedulerState, seconds: float, guests: int, read: float) -> tuple[float, bool]:
+    """Compute the seconds of compute that the job leaves, and whether only rows ride for which its end waits.
+
+    Beside the prompts so many guests decode, which read `read` tokens of KV.
+    """
+    counts, most = state.guests.counts[0], compute_within(state.rates, state.latency.exponent, seconds, read)
+    if counts.late > 0:
+        return (1.0 - _LATE_SHARE) * most, True
+    whole = _seconds_of_prompts(state) + guests * _seconds_each(state.rates)
+    no_gain = whole > most or is_crowded(state.guests, state.limits.pool)
+    return min((1.0 - _SHARE * counts.slack) * most, whole), state.latency.exponent <= 1.0 and no_gain
+
+
+@compiled
+def _seconds_of_prompts(state: SchedulerState) -> float:
+    """Compute the seconds for which the rest of all guests' prompts computes."""
+    run, guests, rates, seconds = state.run, state.guests, state.rates, 0.0
+    for i in range(guests.counts[0].waiting):
+        tokens = float(state.prompts[guests.requests[i]])
+        seconds += compute_seconds(rates, tokens, 1.0, pairs_of(rates.reach, 0.0, tokens))
+    for i in range(run.counts[0].prefilling):
+        record = run.slots[run.prefilling[i]]
+        if not record.guest:
+            break
+        start, tokens = float(record.computed), float(record.known - record.computed)
+        seconds += compute_seconds(rates, tokens, 1.0, pairs_of(rates.reach, start, tokens))
+    return seconds
 
 
 @compiled

@@ -32,7 +32,8 @@ from llmbatch.perf_model.work import compute_seconds, pairs_of, reads_of
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.beside.decode_choice import step_bound
-from llmbatch.scheduler.beside.guests import least_slack, most_urgent, note_held, rank_guests, take_waiting
+from llmbatch.scheduler.beside.guest_memory import note_held
+from llmbatch.scheduler.beside.guests import least_slack, most_urgent, rank_guests, take_waiting
 from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot

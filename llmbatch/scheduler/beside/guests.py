@@ -1,4 +1,4 @@
-"""Guests that wait, how urgent each is, and what guests take of the machine and of its memory.
+"""Guests that wait, and how urgent each is.
 
 A guest is a request that arrives while the job runs, and whose first token somebody waits for, `due` by some time. Of
 the guests that wait, as many as can be are in time, and these get their chunks in the order in which they are due; the
@@ -8,12 +8,7 @@ prompt gives way to several short ones. BROS (Algorithm 1) takes the least slack
 late prompt makes the next one late then, until hardly any is in time. And of prompts with equal slack each gets a chunk
 in turn, so all of them end when the last one does, where in the order of due times half of them would long be done.
 
-What guests take is learnt from those that were here: the seconds of compute and of KV reads in each second, forgotten
-within a minute or so, and the most KV that they held in each second of the last ten minutes. A guest that must preempt
-a row of the job first makes it compute tokens twice, so memory is kept free of the job (`kept_free`): for a row that
-ends within a time, what guests may want more by then. That is the rise within as long a time, from each of these
-seconds on, in all but one of a hundred, and never above what they held in all but one of a hundred (`reserve`). Long
-rows leave nearly the whole reserve free; short ones, which soon give back what they hold, much less.
+What guests take of the machine and of its memory is learnt in `llmbatch.scheduler.beside.guest_memory`.
 """
 
 from __future__ import annotations
@@ -31,9 +26,7 @@ from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.work import Rates, compute_seconds, memory_seconds
 
 _HISTORY: Final = 600  # seconds
-_ABOVE: Final = 0.01  # of these, in which guests may hold more than is reserved
 _SPANS: Final = 10  # of 1, 2, 4, ... seconds, in which rises are learnt; the last is nearly the history
-_FORGET: Final = 1.0 / 60.0  # of the rate of work, each second
 _LATE: Final = 1e15  # rank of what is late, beside its due time in seconds
 _LEAST: Final = 1e-3  # s, until a guest is due
 _CORRECTED: Final = 0.05  # of the ratio of measured to predicted seconds, by each step
@@ -92,7 +85,7 @@ class GuestCounts:
     steps: Int64  # since `noted`
     spacing: Float64  # seconds from one step to the next, before `noted`
     held: Float64  # KV tokens that guests held at most since `noted`
-    reserve: Float64  # KV tokens that guests held in all but a hundredth of the history
+    reserve: Float64  # KV tokens that guests held in all but a fifth of the history
     holds: Float64  # KV tokens that they hold now
     correction: Float64  # measured over predicted seconds of the latest steps, at least 1
     within: Float64  # seconds that the next step may take, beside the bound of all; infinite: any
@@ -107,7 +100,7 @@ class GuestQueue(NamedTuple):
     expected: NDArray[np.float64]
     ranks: NDArray[np.float64]  # of the step that is decided: least comes first
     history: NDArray[np.float64]  # [seconds] the most KV tokens that guests held, in a circle
-    rises: NDArray[np.float64]  # [spans] KV tokens that they want more within a span, in all but a hundredth of it
+    rises: NDArray[np.float64]  # [spans] KV tokens that they want more within a span, in all but a fifth of it
     counts: Records[GuestCounts]  # [1]
 
     @classmethod
@@ -221,81 +214,6 @@ def note_guest_work(guests: GuestQueue, rates: Rates, tokens: int, samples: int,
     counts = guests.counts[0]
     counts.compute += compute_seconds(rates, tokens, samples, pairs)
     counts.memory += memory_seconds(rates, read)
-
-
-@compiled
-def note_held(guests: GuestQueue, tokens: float) -> None:
-    """Take note of the KV tokens that guests hold; once a second, learn from them what is kept free."""
-    counts = guests.counts[0]
-    counts.holds = tokens
-    counts.held = max(counts.held, tokens)
-    counts.steps += 1
-    passed = counts.clock - counts.noted
-    if passed < 1.0:
-        return
-    counts.noted = counts.clock
-    kept = (1.0 - _FORGET) ** passed
-    counts.compute_rate = kept * counts.compute_rate + (1.0 - kept) * counts.compute / passed
-    counts.memory_rate = kept * counts.memory_rate + (1.0 - kept) * counts.memory / passed
-    counts.compute = counts.memory = 0.0
-    for _ in range(int(min(passed, float(len(guests.history))))):
-        guests.history[counts.seconds % len(guests.history)] = counts.held
-        counts.seconds += 1
-    counts.held = tokens
-    counts.spacing, counts.steps = passed / counts.steps, 0
-    _learn(guests)
-
-
-@compiled
-def _learn(guests: GuestQueue) -> None:
-    """Learn from history what guests hold, and how much more they hold within each span."""
-    counts, length = guests.counts[0], len(guests.history)
-    seen = min(counts.seconds, length)
-    held = np.empty(seen)  # in order of time
-    for i in range(seen):
-        held[i] = guests.history[(counts.seconds - seen + i) % length]
-    counts.reserve = _rarely_above(held)
-    most = held.copy()  # of the span that begins with each second
-    rises = np.empty(seen)
-    for k in range(len(guests.rises)):
-        span = 1 << k
-        if span >= seen:
-            guests.rises[k:] = np.inf
-            return
-        for i in range(seen - span):
-            rises[i] = most[i + 1] - held[i]  # within `span` seconds after this one
-        guests.rises[k] = max(0.0, _rarely_above(rises[: seen - span]))
-        for i in range(seen - 2 * span + 1):
-            most[i] = max(most[i], most[i + span])
-
-
-@compiled
-def _rarely_above(values: NDArray[np.float64]) -> float:
-    """Find the value that a hundredth of the values exceed."""
-    above = np.full(int(_ABOVE * len(values)) + 1, -np.inf)  # the greatest, ascending
-    for value in values:
-        if value > above[0]:
-            at = 0
-            while at + 1 < len(above) and above[at + 1] < value:
-                above[at] = above[at + 1]
-                at += 1
-            above[at] = value
-    found: float = above[0]
-    return found
-
-
-@compiled
-def kept_free(guests: GuestQueue, steps: float) -> float:
-    """Compute the KV tokens that a row of the job leaves alone that ends in so many steps, for guests that may come."""
-    counts = guests.counts[0]
-    span = 0
-    while span < len(guests.rises) and (1 << span) < steps * counts.spacing:
-        span += 1
-    most = counts.reserve
-    if span < len(guests.rises):
-        most = min(most, max(counts.held, counts.holds) + guests.rises[span])
-    free: float = max(0.0, most - counts.holds)
-    return free
 
 
 def note_seconds(guests: GuestQueue, predicted: float, measured: float) -> None:
