@@ -182,7 +182,7 @@ class _Job:
                 if lock is not None:
                     output.tidy()
                 output.work.leave()  # empty, of one that was killed when all was done
-                return replace(outcome.report, finished_before=True)
+                return replace(outcome.report, output=output.url, finished_before=True)
             if outcome.changed and self._options.changed_rows == "refuse":
                 check_contents(self._source, PriorAnswers.index(outcome.sources, without_errors=False), self._id)
             self._worker.load()

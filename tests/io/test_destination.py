@@ -127,6 +127,13 @@ def test_inputs_elsewhere_do_not_matter(tmp_path: Path) -> None:
 # A place that takes it
 
 
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "gs://"])
+def test_a_url_without_a_bucket_is_refused(url: str) -> None:
+    assert refusal(url) == (
+        f"an output must have a bucket or a host, got {url!r}: give it as {url.partition(':')[0]}://NAME/FOLDER"
+    )
+
+
 def test_the_form_of_what_is_there_must_be_that_of_the_name(tmp_path: Path) -> None:
     (tmp_path / "out.parquet").mkdir()
     (tmp_path / "out").write_text("")

@@ -200,6 +200,23 @@ def test_parts_that_do_not_add_up_are_not_committed(out: Path) -> None:
     )
 
 
+def test_what_came_while_the_job_ran_is_not_replaced(out: Path) -> None:
+    foreign = out if out.suffix else out / "part-00000.parquet"
+    with begun(out) as output:
+        parts = stage(output, TABLE)
+        foreign.write_text("a thesis")
+        with pytest.raises(DataError) as caught:
+            commit(output, parts)
+        assert foreign.read_text() == "a thesis"
+        foreign.unlink()
+        commit(output, parts)
+    assert output.manifest() is not None
+    assert str(caught.value) == (
+        f"{foreign.name} came to the output {out} while the job ran, and is not the job's: move it away, and run the "
+        "same command again"
+    )
+
+
 def test_a_place_that_refuses_rows_fails_the_job(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as output:
         (tmp_path / "out" / "_llmbatch" / "part.parquet.staged").mkdir()

@@ -47,6 +47,17 @@ def test_a_finished_job_says_so_and_ends_with_status_0(job: Job, capfd: pytest.C
     assert contents(job.folder) == before
 
 
+def test_a_finished_output_that_was_moved_is_told_of_by_its_new_path(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finish(job)
+    moved = job.out.rename(job.out.with_name("moved"))
+    assert main([str(moved) if word == str(job.out) else word for word in job.command("--json")]) == 0
+    told = capfd.readouterr()
+    assert told.err == f"llmbatch: the output {moved} is finished already; --restart starts over\n"
+    assert json.loads(told.out)["output"] == str(moved)
+
+
 @STATES
 def test_restart_starts_over(job: Job, until: Callable[[Job], None]) -> None:
     until(job)

@@ -418,11 +418,11 @@ def test_a_row_leaves_free_what_guests_may_want_more_before_it_ends() -> None:
         note_held(guests, 10.0 * abs((second + 100) % 200 - 100))
     assert guests.counts[0].holds == 500
     assert [kept_free(guests, steps) for steps in (1.0, 2.0, 3.0, 16.0)] == [10, 20, 40, 160]
-    assert kept_free(guests, 1e9) == guests.counts[0].reserve - 500 == 300
+    assert kept_free(guests, 1e9) == guests.counts[0].reserve - 500 == 200
 
 
 @pytest.mark.parametrize(("prompt", "enters"), [(560, True), (720, False)])
-def test_no_row_enters_while_guests_hold_more_than_seven_tenths_of_the_pool(prompt: int, enters: bool) -> None:
+def test_no_row_enters_while_guests_hold_most_of_the_pool(prompt: int, enters: bool) -> None:
     """The first row ends soon, and the second one then finds a free slot and free pages beside the guest."""
     load = Workload([[0] * 16, [1] * 16, [2] * prompt], np.array([2, 2, 40], np.int32), np.array([2.0, 2.0, 40.0]))
     run = Run(scheduler_for(load, 1, 16, 60, bound=9.0, max_running=2), load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmbatch.errors import DataError
@@ -40,6 +41,16 @@ class Claims:
             if not name.startswith(("_", ".")) and not to.is_part(name):
                 raise DataError(
                     f"only Parquet files are overwritten, but {to.url} also holds {name}: choose another folder"
+                )
+
+    def check_new(self, names: Iterable[str]) -> None:
+        """Raise `DataError` if one of these names was given to something else since the job began."""
+        to, ours = self.destination, self._ours()
+        for name in names:
+            if name not in ours and to.folder.size(name) is not None:
+                raise DataError(
+                    f"{name} came to the output {to.url} while the job ran, and is not the job's: move it away, and "
+                    "run the same command again"
                 )
 
     def replaced(self) -> list[str]:

@@ -49,6 +49,8 @@ class Destination:
         protocol, path = split_protocol(url)
         if protocol in (None, "file", "local"):
             url = os.path.abspath(os.path.expanduser(path))
+        elif not path.strip("/"):
+            raise DataError(f"an output must have a bucket or a host, got {url!r}: give it as {protocol}://NAME/FOLDER")
         url = url.rstrip("/") or "/"
         above, _, name = url.rpartition("/")
         suffix = next((suffix for suffix in reversed(FILE_SUFFIXES) if name.endswith(suffix)), None)

@@ -223,8 +223,8 @@ class Output:
         """Give all parts their names, remove what they replace, and mark the output as complete.
 
         `parts` are all parts, published ones included, in the order of their rows; together they must have `rows` rows.
-        Raises JobError, before anything is done, if they have not, and `StorageError` if a staged part has changed. If
-        it fails half way, `resume_ending` completes it.
+        Raises, before anything is done, JobError if they have not, DataError if something else has one of the names,
+        and `StorageError` if a staged part has changed. If it fails half way, `resume_ending` completes it.
         """
         if rows_of(parts) != rows:
             raise JobError(
@@ -240,6 +240,7 @@ class Output:
         for final, part in zip(final_names, parts, strict=True):
             files.setdefault(final, []).append(part)
         unused = [final for final in names.published.values() if final not in files]
+        self._claims.check_new(files)
         schema = None if self._is_parquet else next(self.staged_tables(parts[0].name)).schema
         whole = compose(list(files), [rows_of(each) for each in files.values()], schema, manifest)
         self._end(CommitRecord([*self._destination.manifests, *names.replaced, *unused], files, whole))

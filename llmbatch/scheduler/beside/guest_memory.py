@@ -5,10 +5,10 @@ guests held in each second of the last ten minutes.
 
 A guest that must preempt a row of the job first makes it compute tokens twice, so memory is kept free of the job
 (`kept_free`): for a row that ends within a time, what guests may want more by then. That is the rise within as long a
-time, from each of these seconds on, in all but a fifth, and never above what they held in all but a fifth (`reserve`).
-Long rows leave nearly the whole reserve free; short ones, which soon give back what they hold, much less. Why a fifth:
-a row that gives way computes a few pages anew, and memory that nobody uses lets each step read the weights for fewer
-rows (decision 0104).
+time, from each of these seconds on, in all but three tenths, and never above what they held in all but three tenths
+(`reserve`). Long rows leave nearly the whole reserve free; short ones, which soon give back what they hold, much less.
+Why so many: a row that gives way computes a few pages anew, and memory that nobody uses lets each step read the weights
+for fewer rows (decision 0104).
 
 Where guests hold most of the pool, each second that the job adds to their steps lets more of them be there at a time,
 until they wait for each other's memory. So nothing of the job enters then (`is_crowded`).
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.scheduler.beside.guests import GuestQueue
 
-_ABOVE: Final = 0.2  # of these, in which guests may hold more than is reserved
-_CROWDED: Final = 0.7  # of the pool, that guests hold: nothing of the job enters
+_ABOVE: Final = 0.3  # of these, in which guests may hold more than is reserved
+_CROWDED: Final = 0.65  # of the pool, that guests hold: nothing of the job enters
 _FORGET: Final = 1.0 / 60.0  # of the rate of work, each second
 
 
@@ -77,7 +77,7 @@ def _learn(guests: GuestQueue) -> None:
 
 @compiled
 def _seldom_above(values: NDArray[np.float64]) -> float:
-    """Find the value that a fifth of the values exceed."""
+    """Find the value that three tenths of the values exceed."""
     place = len(values) - 1 - int(_ABOVE * len(values))
     found: float = np.partition(values, place)[place]
     return found

@@ -85,7 +85,7 @@ class GuestCounts:
     steps: Int64  # since `noted`
     spacing: Float64  # seconds from one step to the next, before `noted`
     held: Float64  # KV tokens that guests held at most since `noted`
-    reserve: Float64  # KV tokens that guests held in all but a fifth of the history
+    reserve: Float64  # KV tokens that guests held in all but three tenths of the history
     holds: Float64  # KV tokens that they hold now
     correction: Float64  # measured over predicted seconds of the latest steps, at least 1
     within: Float64  # seconds that the next step may take, beside the bound of all; infinite: any
@@ -100,7 +100,7 @@ class GuestQueue(NamedTuple):
     expected: NDArray[np.float64]
     ranks: NDArray[np.float64]  # of the step that is decided: least comes first
     history: NDArray[np.float64]  # [seconds] the most KV tokens that guests held, in a circle
-    rises: NDArray[np.float64]  # [spans] KV tokens that they want more within a span, in all but a fifth of it
+    rises: NDArray[np.float64]  # [spans] KV tokens that they want more within a span, in all but three tenths of it
     counts: Records[GuestCounts]  # [1]
 
     @classmethod
