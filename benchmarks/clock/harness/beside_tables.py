@@ -45,8 +45,8 @@ many steps. Where it is below the best effort that is wanted, the two bars exclu
 OVERLOAD_TEXT = """## Past saturation
 
 COMMAND: the same set-upSMALL. Capacity is the highest of the rates 10 to 22 at which both attainments are .99; wanted
-of `slack`: .9 x capacity / offered. The paper has no such figures. `slack` holds that in eight of nine rows (.404 of .409 in the other one);
-`bros` has no capacity among these rates.
+of `slack`: .9 x capacity / offered. The paper has no such figures. `slack` holds that in
+eight of nine rows (.404 of .409 in the other one); `bros` has no capacity among these rates.
 """
 MEMORY_TEXT = """## Little memory
 
