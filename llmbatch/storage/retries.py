@@ -89,8 +89,8 @@ def persist(what: str, done: str, attempt: Callable[[], _T], patience: float) ->
                 raise refusal(what, done, error) from error
             if wait == _FIRST_WAIT:
                 _log.warning("%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), patience)
-        spread = wait * random.uniform(0.5, 1.0)  # or all that a store turned away would come back at once
-        time.sleep(min(spread, left))
+        pause = wait * random.uniform(0.5, 1.0)  # or all that a store turned away would come back at once
+        time.sleep(min(pause, left))
         wait = min(2 * wait, _LONGEST_WAIT)
 
 

@@ -13,10 +13,12 @@ from harness.simulations import RESULTS
 HEAD = """# Online requests beside a job: by the clock
 
 Written by `python benchmarks/clock/beside.py none` from what the tables' own commands left in beside-*.json. What the
-policies are, and how gaps in the papers were read: [simulate.md](../simulate.md). Nothing was tuned to these tables:
-the constants of `slack` were chosen on other seeds (decisions [0080](../decisions/0080-what-guests-can-spare.md) and
-[0104](../decisions/0104-what-is-kept-free-for-guests.md), which have figures of those, too). The rows of `slack` are of
-decision 0104, but for those of the most load held and of two pools, which are earlier. So are all other policies.
+policies are, and how gaps in the papers were read: [simulate.md](../simulate.md). The constants of `slack` were chosen
+on other seeds (decisions [0080](../decisions/0080-what-guests-can-spare.md) and
+[0104](../decisions/0104-what-is-kept-free-for-guests.md), which have figures of those, too), but for two of 0104: a
+row of the first table had a part in those. The rows of `slack` are of decision 0104 in the first three tables. Those of
+the nine settings had its first constants, which it names. Those of the most load held and of two pools are of before
+it, and so are all rows of other policies.
 Nothing here ran on a GPU: seconds are those of the library's cost model, law `bytes`. e is the exponent by which
 compute and memory overlap (1: not at all). `slack` is the library's own scheduler.
 """
@@ -46,7 +48,7 @@ OVERLOAD_TEXT = """## Past saturation
 
 COMMAND: the same set-upSMALL. Capacity is the highest of the rates 10 to 22 at which both attainments are .99; wanted
 of `slack`: .9 x capacity / offered. The paper has no such figures. `slack` holds that in
-eight of nine rows (.404 of .409 in the other one); `bros` has no capacity among these rates.
+eight of nine rows, and has .404 where .409 is wanted in the other one. `bros` has no capacity among these rates.
 """
 MEMORY_TEXT = """## Little memory
 

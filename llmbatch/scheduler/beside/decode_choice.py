@@ -56,6 +56,13 @@ def step_bound(state: SchedulerState) -> float:
 
 
 @compiled
+def prompt_seconds(rates: Rates, start: float, tokens: float) -> float:
+    """Predict the seconds for which the last `tokens` of a prompt compute, `start` tokens being computed."""
+    seconds: float = compute_seconds(rates, tokens, 1.0, pairs_of(rates.reach, start, tokens))
+    return seconds
+
+
+@compiled
 def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
     """Put the decodes that the step computes before those that sit out."""
     run, rates, latency = state.run, state.rates, state.latency
@@ -143,9 +150,9 @@ def _awaited(state: SchedulerState, steps: float) -> float:
 
 @compiled
 def _left_to_prompts(state: SchedulerState, seconds: float, guests: int, read: float) -> tuple[float, bool]:
-    """Compute the seconds of compute that the job leaves, and whether only rows ride for which its end waits.
+    """Compute the seconds of compute that guests' prompts are to have, and whether only awaited rows of the job ride.
 
-    Beside the prompts so many guests decode, which read `read` tokens of KV.
+    The step may take `seconds`. In it `guests` guests decode, which read `read` tokens of KV.
     """
     counts, most = state.guests.counts[0], compute_within(state.rates, state.latency.exponent, seconds, read)
     if counts.late > 0:
@@ -157,17 +164,17 @@ def _left_to_prompts(state: SchedulerState, seconds: float, guests: int, read: f
 
 @compiled
 def _seconds_of_prompts(state: SchedulerState) -> float:
-    """Compute the seconds for which the rest of all guests' prompts computes."""
+    """Predict the seconds for which all of guests' prompts compute that is not computed yet."""
     run, guests, rates, seconds = state.run, state.guests, state.rates, 0.0
     for i in range(guests.counts[0].waiting):
         tokens = float(state.prompts[guests.requests[i]])
-        seconds += compute_seconds(rates, tokens, 1.0, pairs_of(rates.reach, 0.0, tokens))
+        seconds += prompt_seconds(rates, 0.0, tokens)
     for i in range(run.counts[0].prefilling):
         record = run.slots[run.prefilling[i]]
         if not record.guest:
             break
         start, tokens = float(record.computed), float(record.known - record.computed)
-        seconds += compute_seconds(rates, tokens, 1.0, pairs_of(rates.reach, start, tokens))
+        seconds += prompt_seconds(rates, start, tokens)
     return seconds
 
 

@@ -28,10 +28,10 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import room_for
 from llmbatch.kvcache.publish import found_before, tokens_found
 from llmbatch.perf_model.step_bound import step_seconds
-from llmbatch.perf_model.work import compute_seconds, pairs_of, reads_of
+from llmbatch.perf_model.work import pairs_of, reads_of
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
-from llmbatch.scheduler.beside.decode_choice import step_bound
+from llmbatch.scheduler.beside.decode_choice import prompt_seconds, step_bound
 from llmbatch.scheduler.beside.guest_memory import note_held
 from llmbatch.scheduler.beside.guests import least_slack, most_urgent, rank_guests, take_waiting
 from llmbatch.scheduler.chunks import give_chunk, is_forced
@@ -154,7 +154,7 @@ def _rank(state: SchedulerState) -> int:
             record = run.slots[run.prefilling[i - waiting]]
             dues[i] = -np.inf if record.known > record.prompt else record.due  # its answer was begun: it is the first
             start, tokens = float(record.computed), record.known - record.computed
-        seconds[i] = slowed * compute_seconds(rates, tokens, 1, pairs_of(rates.reach, start, tokens))
+        seconds[i] = slowed * prompt_seconds(rates, start, float(tokens))
     ranks = rank_guests(guests.counts[0].clock, dues, seconds)
     guests.ranks[:waiting] = ranks[:waiting]
     guests.counts[0].late = int(np.count_nonzero(np.isfinite(dues) & (ranks > dues)))
