@@ -23,10 +23,14 @@ _COLLECTED: Final = (50_000, 100, 100)
 def command() -> NoReturn:
     """Run the command line, and end the process with its exit status as soon as exit handlers have run."""
     gc.set_threshold(*_COLLECTED)
-    tune_process()
-    from llmbatch.cli.main import main
+    try:
+        tune_process()
+        from llmbatch.cli.main import main
 
-    status = main()
+        status = main()
+    except KeyboardInterrupt:  # that came before `main` could hear it
+        sys.stderr.write("llmbatch: interrupted before anything was begun\n")
+        status = 130
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()

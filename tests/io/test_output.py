@@ -278,6 +278,19 @@ def test_a_published_part_has_its_name_at_once_and_keeps_it(tmp_path: Path) -> N
     assert pq.read_table(out)["id"].to_pylist() == [3, 1, 2]
 
 
+def test_a_part_is_not_published_in_the_place_of_what_came_meanwhile(tmp_path: Path) -> None:
+    foreign = tmp_path / "out" / "part-00000.parquet"
+    with begun(tmp_path / "out") as output:
+        parts = stage(output, TABLE)
+        foreign.write_text("a thesis")
+        with pytest.raises(DataError, match=r"^part-00000\.parquet came to the output .* while the job ran"):
+            output.publish(parts[0].name, foreign.name)
+        assert foreign.read_text() == "a thesis"
+        foreign.unlink()
+        output.publish(parts[0].name, foreign.name)
+    assert pq.read_table(foreign).equals(TABLE.slice(0, 2))
+
+
 def test_a_published_part_that_is_not_committed_goes(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as output:
         output.stage("stale", [TABLE])

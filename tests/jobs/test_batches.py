@@ -16,6 +16,7 @@ import pytest
 import llmbatch
 from llmbatch.cli.main import main
 from llmbatch.errors import DataError, InputError
+from llmbatch.inference.progress import Silence
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.openai.answers import answer_lines, error_lines, line_columns, response_lines
 from llmbatch.openai.requests import request_lines
@@ -167,7 +168,7 @@ def test_a_number_as_custom_id_is_the_error_of_its_line_alone(model: str, tmp_pa
     assert (report.rows, report.errors) == (3, 2)
     number, method = read(tmp_path / "out.errors.jsonl")
     said = number["response"]["body"]["error"]["message"]
-    assert said == "custom_id must be text by which the line is known, got none: put a number in quotes"
+    assert said == "custom_id must be text by which the line is known, got none or no text: put a number in quotes"
     assert (method["custom_id"], method["response"]["body"]["error"]["param"]) == ("c", "method")
 
 
@@ -377,6 +378,22 @@ def test_the_errors_of_an_earlier_batch_go_with_it(model: str, tmp_path: Path) -
     llmbatch.run(source, out, model=model, engine="simulated", restart=True, output_format="columns")
     assert len(read(out)) == 2
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl._llmbatch.json"]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.errors.jsonl"])
+def test_a_file_that_came_while_the_job_ran_is_not_replaced(model: str, tmp_path: Path, name: str) -> None:
+    class Foreign(Silence):
+        """Something else writes a file while the job runs."""
+
+        def start(self, rows: int) -> None:
+            (tmp_path / name).write_text("a thesis")
+
+    source, out = write(tmp_path / "in.jsonl", [line("a")]), tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match=rf"^{name} came to the output .* while the job ran, and is not the job's"):
+        llmbatch.run(source, out, model=model, engine="simulated", progress=Foreign())
+    assert (tmp_path / name).read_text() == "a thesis"
+    (tmp_path / name).unlink()
+    assert llmbatch.run(source, out, model=model, engine="simulated").rows_resumed == 1
 
 
 @pytest.mark.parametrize("there", ["out.jsonl", "out.errors.jsonl"])

@@ -44,9 +44,9 @@ class Claims:
                 )
 
     def check_new(self, names: Iterable[str]) -> None:
-        """Raise `DataError` if one of these names was given to something else since the job began."""
+        """Raise `DataError` if a name of these, or that of errors, was given to something else since the job began."""
         to, ours = self.destination, self._ours()
-        for name in names:
+        for name in (*names, to.errors) if self.has_errors else names:
             if name not in ours and to.folder.size(name) is not None:
                 raise DataError(
                     f"{name} came to the output {to.url} while the job ran, and is not the job's: move it away, and "
@@ -57,7 +57,7 @@ class Claims:
         """List the names that are removed when a new output is complete."""
         to = self.destination
         if to.file is not None:
-            names = dict.fromkeys([to.file, *Finished(to).names()])
+            names = dict.fromkeys([to.file, *([to.errors] if self.has_errors else ()), *Finished(to).names()])
             return [name for name in names if to.folder.size(name) is not None]
         return [name for name in to.folder.names() if to.is_part(name) and name not in to.manifests]
 

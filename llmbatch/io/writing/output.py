@@ -208,6 +208,7 @@ class Output:
         if names.replaced or not self._is_folder:
             return
         if names.published.get(name) != final:
+            self._claims.check_new([final])
             Names([], {**names.published, name: final}).write(self.work)
         elif self._is_published(name):
             return
