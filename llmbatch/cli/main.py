@@ -68,9 +68,8 @@ def _run(arguments: dict[str, Any]) -> int:
     if report.rows and report.errors == report.rows:
         why = "" if report.first_error is None else f"; {report.first_error}"
         _say(
-            f"every row failed ({report.rows:,}{why}): see the column error in {report.output}, "
-            "or the file of errors beside it, mend the cause, "
-            "and run the same command with --retry-errors"
+            f"every row failed ({report.rows:,}{why}): see the column error in {report.output}, or of a batch the "
+            "file of errors beside it; mend the cause, and start over with --restart, which loses no answer"
         )
         return 3
     return 0

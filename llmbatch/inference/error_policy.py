@@ -54,6 +54,7 @@ class ErrorBudget:
             why = "" if self.first_error is None else f" ({self.first_error})"
             raise JobError(
                 f"max_error_rate is {self._rate:g}, and {self._errors:,} of {self._rows:,} rows have failed "
-                f"already{why}: what is answered is kept; mend the cause and run the same command again with "
-                "retry_errors=True (--retry-errors), or with a higher rate"
+                f"already{why}: what is answered is kept; mend these rows or what failed them, and run the same "
+                "command again with retry_errors=True (--retry-errors), or with a higher rate; with other options, "
+                "start over (--restart)"
             )

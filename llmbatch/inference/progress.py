@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
+from llmbatch.arguments import refusal
+
 LINE_SECONDS = 10.0  # between two plain lines
 _PATIENCE = 2.0  # seconds
 
@@ -146,8 +148,15 @@ def choose(*, quiet: bool, stream: TextIO | None = None) -> Progress:
 
 
 def unless_chosen(progress: Progress | None) -> Progress:
-    """Return what a caller chose; if nothing, a bar in a notebook, and silence elsewhere."""
-    return choose(quiet=not _in_notebook()) if progress is None else progress
+    """Return what a caller chose; if nothing, a bar in a notebook, and silence elsewhere. Raises ParameterError."""
+    return choose(quiet=not _in_notebook()) if progress is None else checked(progress)
+
+
+def checked(progress: Progress) -> Progress:
+    """Return `progress`. Raises ParameterError if it is none."""
+    if not all(callable(getattr(progress, name, None)) for name in ("start", "advance", "say")):
+        raise refusal("progress", "have the methods start, advance and say (llmbatch.Progress)", progress)
+    return progress
 
 
 def _in_notebook() -> bool:

@@ -87,7 +87,7 @@ def run(
     >>> report.rows, report.errors
     (2, 0)
     """
-    return run_by(open_worker, inputs, output, progress, stopping or StopRequest(), options)
+    return run_by(open_worker, inputs, output, progress, StopRequest.of(stopping), options)
 
 
 def run_by(
@@ -100,6 +100,7 @@ def run_by(
 ) -> Report:
     """Run a job as `run` does, on the worker that a function opens."""
     begun = time.perf_counter()
+    shown = unless_chosen(progress)
     check_names(options, RunArgs.__annotations__)
     rest: dict[str, Any] = {**options}
     asked = JobOptions(**{name: rest.pop(name) for name in JobArgs.__annotations__ if name in rest})
@@ -117,7 +118,6 @@ def run_by(
     )
     kept = None if asked.starts_over else kept_dtype(target)
     chosen = built if kept is None or built.dtype != "auto" or built.beside else replace(built, dtype=cast(DType, kept))
-    shown = unless_chosen(progress)
     worker = open_worker(chosen, shown)
     worker.check(source.schema)
     target.check(worker.answer_schema(source.schema).of_table(source.schema))
@@ -184,7 +184,8 @@ class _Job:
                 output.work.leave()  # empty, of one that was killed when all was done
                 return replace(outcome.report, output=output.url, finished_before=True)
             if outcome.changed and self._options.changed_rows == "refuse":
-                check_contents(self._source, PriorAnswers.index(outcome.sources, without_errors=False), self._id)
+                earlier = PriorAnswers.index(outcome.sources, without_errors=outcome.state.without_errors)
+                check_contents(self._source, earlier, self._id)
             self._worker.load()
             if lock is None:
                 lock = stack.enter_context(output.locked())

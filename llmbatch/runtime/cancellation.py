@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from llmbatch.arguments import finite
+from llmbatch.arguments import finite, refusal
 from llmbatch.errors import ParameterError, StoppedEarly
 
 
@@ -23,6 +23,13 @@ class StopRequest:
             raise ParameterError(f"grace must be at least 0 seconds, got {self.grace:g}")
         self.deadline: float | None = None  # by `time.monotonic`
         self.at_once = True  # the job is still being made ready: nothing is in flight that could end
+
+    @classmethod
+    def of(cls, given: StopRequest | None) -> StopRequest:
+        """Return what a caller gave, or a new one. Raises ParameterError."""
+        if given is not None and not isinstance(given, cls):
+            raise refusal("stopping", "be a StopRequest", given)
+        return given or cls()
 
     def ask(self) -> None:
         """Ask the job to end."""

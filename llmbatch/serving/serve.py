@@ -13,7 +13,7 @@ from typing import Any, Final, Unpack
 
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
-from llmbatch.inference.progress import Progress, Silence
+from llmbatch.inference.progress import Progress, Silence, checked
 from llmbatch.inference.worker import Worker
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.serving.options import ServeArgs, ServingOptions, split_options
@@ -47,7 +47,7 @@ def serve(
     from llmbatch.serving.batches.records import StateFolder
     from llmbatch.serving.server import run_server
 
-    progress = progress or Silence()
+    progress, stopping = Silence() if progress is None else checked(progress), StopRequest.of(stopping)
     keys, built = read_keys(serving.api_key_file), Options.of_batch(**rest)
     with _listening(serving) as listener, contextlib.closing(StateFolder.open(_state(serving, built))) as state:
         worker = Worker.open(built, progress)
@@ -55,7 +55,7 @@ def serve(
         _check_seconds(serving, worker)
         for note in worker.notes:
             progress.say(note)
-        run_server(serving, rest, worker, state.path, keys, listener, progress, stopping or StopRequest())
+        run_server(serving, rest, worker, state.path, keys, listener, progress, stopping)
 
 
 serve.__module__ = "llmbatch"  # which it is imported from

@@ -34,8 +34,8 @@ from tests.support.tokenizers import save_fast
 
 def failed(job: Job) -> str:
     return (
-        f"llmbatch: every row failed (2; row 0: prompt is empty): see the column error in {job.out}, or the "
-        "file of errors beside it, mend the cause, and run the same command with --retry-errors\n"
+        f"llmbatch: every row failed (2; row 0: prompt is empty): see the column error in {job.out}, or of a batch the "
+        "file of errors beside it; mend the cause, and start over with --restart, which loses no answer\n"
     )
 
 
@@ -55,6 +55,14 @@ def test_where_every_row_fails_the_status_is_3_and_that_is_said_even_to_the_quie
     printed = capfd.readouterr()
     assert json.loads(printed.out)["errors"] == 2
     assert printed.err == (f"llmbatch: the output {job.out} is finished already; --restart starts over\n" + failed(job))
+
+
+def test_where_every_row_failed_the_command_that_is_named_answers_mended_rows(job: Job) -> None:
+    job = without_prompts(job)
+    assert main(job.command("--quiet")) == 3
+    job.write(pa.table({"id": ["a", "b"], "text": ["one", "two"], "n": [1, 2]}))
+    assert main(job.having(max_tokens=40).command("--quiet", "--restart")) == 0
+    assert pq.read_table(job.out)["error"].null_count == 2
 
 
 def test_where_one_row_has_an_answer_or_there_is_none_the_status_is_0(job: Job) -> None:
@@ -78,6 +86,18 @@ def test_help_tells_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
         "143",
     ):
         assert f"\n  {status}" in said
+
+
+def test_who_interrupts_before_a_command_can_hear_it_sees_a_sentence() -> None:
+    program = """
+import llmbatch.__main__ as process
+def interrupted():
+    raise KeyboardInterrupt
+process.tune_process = interrupted
+process.command()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "llmbatch: interrupted before anything was begun\n")
 
 
 # Input that is not as it should be

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import llmbatch
+from llmbatch.errors import ParameterError
 from llmbatch.inference.progress import Advance, Bar, Lines, Silence, choose, unless_chosen
 from tests.support.jobs import Job
 from tests.support.paths import ROOT
@@ -42,6 +45,16 @@ def test_who_chose_nothing_sees_a_bar_in_a_notebook_and_nothing_elsewhere(monkey
     in_notebook(monkeypatch)
     assert isinstance(unless_chosen(None), Bar)
     assert unless_chosen(chosen) is chosen
+
+
+@pytest.mark.parametrize("call", [llmbatch.run, lambda *_, **given: llmbatch.serve(**given)])
+def test_progress_and_a_request_to_stop_are_checked(call: Callable[..., Any], job: Job) -> None:
+    with pytest.raises(ParameterError) as raised:
+        call(job.source, job.out, model=job.model, progress=5)
+    assert str(raised.value) == "progress must have the methods start, advance and say (llmbatch.Progress), got 5"
+    with pytest.raises(ParameterError) as raised:
+        call(job.source, job.out, model=job.model, stopping=0)
+    assert str(raised.value) == "stopping must be a StopRequest, got 0"
 
 
 def test_a_bar_shows_rows_and_tokens_and_sentences_above_them() -> None:

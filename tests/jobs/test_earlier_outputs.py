@@ -44,6 +44,27 @@ def test_a_finished_output_with_errors_is_not_what_on_error_raise_asks_for(faili
     )
 
 
+def test_rows_that_failed_are_answered_as_they_read_now_where_they_are_asked_again(failing: Job) -> None:
+    failing.write(rows(12))
+    with begun() as answered:
+        report = failing.run(retry_errors=True)
+    assert answered == {"row-3", "row-8"}
+    assert (report.errors, report.rows_resumed) == (0, 10)
+    assert failing.answers().equals(failing.undisturbed())
+
+
+def test_rows_that_have_an_answer_must_be_the_same_where_errors_are_asked_again(failing: Job) -> None:
+    failing.write(rows(13).slice(1))
+    with pytest.raises(DataError, match="the input has changed since this job began: row 0 was answered when it read"):
+        failing.run(retry_errors=True)
+
+
+def test_mended_rows_are_not_taken_where_nothing_asks_for_them(failing: Job) -> None:
+    failing.write(rows(12))
+    with pytest.raises(DataError, match="the input has changed since this job began: row 3 was answered when it read"):
+        failing.run()
+
+
 def test_errors_in_windows_that_are_whole_end_a_job_that_goes_on(failing: Job) -> None:
     job = failing.to("other")
     job.run_until(9, order="input", max_running=1)
