@@ -44,6 +44,6 @@ def main(model: str, requests: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
         raise SystemExit(f"usage: python {sys.argv[0]} MODEL [requests.jsonl]")
     main(sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else "requests.jsonl"))

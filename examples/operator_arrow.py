@@ -23,6 +23,6 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit(f"usage: python {sys.argv[0]} MODEL")
     main(sys.argv[1])

@@ -32,6 +32,6 @@ def show(answered: ray.data.Dataset) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit(f"usage: python {sys.argv[0]} MODEL")
     main(sys.argv[1])

@@ -9,6 +9,7 @@ with and without a system prompt for each source. Then fourteen kinds of rows wi
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -122,4 +123,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     main()

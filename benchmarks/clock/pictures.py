@@ -10,6 +10,7 @@ memory time over a job (Figure 10), from two simulations that run here.
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
 import matplotlib as mpl
@@ -101,6 +102,7 @@ def steps() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     mpl.rcParams["svg.hashsalt"] = "llmbatch"  # equal results give equal files
     policies()
     grid()

@@ -9,6 +9,7 @@ order that was compared alone (`policies.py TABLE --baseline ORDER`) gets a tabl
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -207,4 +208,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 LIMIT = 0.3  # seconds
 RUNS = 10
@@ -34,4 +35,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     raise SystemExit(main())

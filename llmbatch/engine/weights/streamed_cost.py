@@ -29,7 +29,7 @@ def expected_weights(
     >>> from llmbatch.perf_model.shape import find_shape
     >>> expected = expected_weights(find_shape("llama-3-8b"), 10_000_000_000, lambda size: 2e9, is_host=True)
     >>> f"{expected.kept_bytes / 1e9:.1f} GB stay, {expected.streamed_bytes / 1e9:.1f} come in {expected.seconds:.1f} s"
-    '9.8 GB stay, 7.0 come in 3.5 s'
+    '9.5 GB stay, 7.5 come in 3.8 s'
     """
     count, size, around = blocks_of(shape, is_host=is_host)
     kept = kept_blocks(memory - int(around), count, int(size))
