@@ -23,7 +23,7 @@ _FORMS: Final = {
     "SECONDS": seconds,
     "NAME:N,...": counts,
     "NAME=D,...": prices,
-    "NAME=SIZE,...": sizes,
+    "memory=SIZE,...": sizes,
 }
 _NUMBERS: Final = {int: whole_number, float: number}
 _GRACE: Final = 20.0  # seconds
@@ -70,8 +70,10 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = ", ".join(map(str, action.choices))
-            raise argparse.ArgumentError(action, f"must be one of {known}, got {value!r}")
+            known = [str(each) for each in action.choices if each != ONLINE]
+            near = nearest(str(value), known)
+            meant = f": did you mean {near}?" if near else ""
+            raise argparse.ArgumentError(action, f"must be one of {', '.join(known)}, got {value!r}{meant}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse what is not known with the nearest flag of this command."""

@@ -10,6 +10,7 @@ import torch
 
 from llmbatch.arguments import refusal
 from llmbatch.choices import KVPlace
+from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.cpu.threads import launch_threads
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE
@@ -33,6 +34,14 @@ def find_platform(device: str, ranks: int = 1, kv: KVPlace = "device") -> Platfo
     if kv == "host":
         found = _attending_on_host(found)
     return found if ranks == 1 else first_rank(found, ranks)
+
+
+def check_kernels(platform: Platform, config: EngineConfig) -> None:
+    """Raise ParameterError where a processor computes, and a GPU's way to do it was asked for by name."""
+    for name, kept in (("attention", ("auto",)), ("overlap", ("auto", "sequential"))):
+        value = getattr(config, name)
+        if platform.is_host and value not in kept:
+            raise refusal(name, f"be {' or '.join(kept)} on a processor, which has kernels of its own", value)
 
 
 def _attending_on_host(platform: Platform) -> Platform:

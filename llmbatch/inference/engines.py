@@ -168,10 +168,11 @@ class UnloadedEngines(Engines):
     @classmethod
     def open(cls, folder: str, options: Options) -> UnloadedEngines:
         """Find the device, read what is to be known of the model in a folder, and load its tokenizer."""
-        from llmbatch.engine.devices import find_platform
+        from llmbatch.engine.devices import check_kernels, find_platform
         from llmbatch.engine.memory import memory_of_weights, size_pool
 
         platform = find_platform(options.device, options.tensor_parallel, options.kv)
+        check_kernels(platform, options)
         config = _describe(folder, options, platform)
         if options.tensor_parallel > 1:
             from llmbatch.engine.ranks.plan import check_heads

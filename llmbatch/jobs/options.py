@@ -126,7 +126,7 @@ class SearchArgs(TypedDict, total=False):
             "what the devices of a kind share: memory in bytes, bandwidth in bytes/s, compute in FLOP/s, as in "
             "memory=1TB,bandwidth=200GB,compute=1e12; KV may lie there",
             means="room for weights alone",
-            metavar="NAME=SIZE,...",
+            metavar="memory=SIZE,...",
         ),
     ]
 

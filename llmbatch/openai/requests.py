@@ -108,8 +108,9 @@ def _read(custom_id: object, method: object, url: object, body: object) -> Asked
         if isinstance(value, Unreadable):
             raise ParameterError(f"{name} cannot be read: {value.reason}")
     if not isinstance(custom_id, str) or not custom_id:
-        got = "none" if custom_id is None else shown(custom_id)
-        raise ParameterError(f"custom_id must be text by which the line is known, got {got}: put a number in quotes")
+        raise ParameterError(
+            f"custom_id must be text by which the line is known, got {_shown_text(custom_id)}: put a number in quotes"
+        )
     if method != _METHOD:
         raise ParameterError(f"method must be {_METHOD}, got {_shown_text(method)}")
     if not isinstance(url, str) or url not in FIELDS:

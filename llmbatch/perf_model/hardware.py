@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from llmbatch.arguments import refusal
 from llmbatch.errors import ParameterError
 from llmbatch.system.measurements import remembered
 
@@ -149,15 +150,15 @@ GPUS: Mapping[str, Hardware] = _table(
 )
 
 
-def find_hardware(name: str) -> Hardware:
-    """Find the GPU of that name (see `GPUS`), in any case. Raises `ParameterError` for an unknown one.
+def find_hardware(name: str, *, option: str = "hardware") -> Hardware:
+    """Find the GPU of that name (see `GPUS`), in any case. Raises `ParameterError` of `option` for an unknown one.
 
     >>> find_hardware("a100-80gb").group(2).memory
     160000000000.0
     """
     found = GPUS.get(name.lower())
     if found is None:
-        raise ParameterError(f"hardware must be one of {', '.join(GPUS)}, got {name!r}")
+        raise refusal(option, f"be one of {', '.join(GPUS)}", name)
     return found
 
 

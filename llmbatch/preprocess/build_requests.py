@@ -108,7 +108,7 @@ def _check_lengths(lengths: NDArray[np.int64], context_length: int, errors: dict
             row,
             RowError(
                 "too_long",
-                f"prompt has {lengths[row]} tokens, the model's context holds {context_length}, "
+                f"prompt has {lengths[row]} tokens, the context holds {context_length}, "
                 "and one is needed for the answer: shorten the prompt",
             ),
         )

@@ -132,7 +132,7 @@ def score_requests(
             int(texts.row[at]),
             RowError(
                 "too_long",
-                f"prompt and continuation have {sizes[at]} tokens, and the model's context holds {context_length}: "
+                f"prompt and continuation have {sizes[at]} tokens, and the context holds {context_length}: "
                 "shorten the prompt",
             ),
         )

@@ -106,9 +106,9 @@ class ServeArgs(ServingArgs, EngineArgs, total=False):
 
 def split_options(options: dict[str, Any]) -> tuple[ServingOptions, dict[str, Any]]:
     """Split the keywords of `serve` into options of the endpoint and of the rest. Raises ParameterError."""
-    check_names(options, ServeArgs.__annotations__)
     if options.get("output_tokens") is not None:
         raise refusal("output_tokens", "be left out, since no table is answered", options["output_tokens"])
+    check_names(options, [name for name in ServeArgs.__annotations__ if name != "output_tokens"])
     if "model" not in options:
         raise ParameterError("model must be given: a folder, a .gguf file or a hub name", option="model")
     own = {name: value for name, value in options.items() if name in ServingArgs.__annotations__}

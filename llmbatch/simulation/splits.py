@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from llmbatch.arguments import INT64_MAX, finite, refusal, text, whole
 from llmbatch.choices import KVPlace
 from llmbatch.engine.model.outline import POOL_SHARE, streamed_running
 from llmbatch.errors import ParameterError
@@ -46,13 +47,17 @@ class Offer:
         >>> [(offer.hardware.name, offer.count, offer.price) for offer in Offer.all_of({"h100": 8}, {"h100": 2.5})]
         [('h100', 8, 2.5)]
         """
-        price = price or {}
+        price = {} if price is None else price
+        for option, given in (("devices", devices), ("price", price)):
+            if not isinstance(given, Mapping):
+                raise refusal(option, "be a mapping from names of devices", given)
+        devices = {name: whole(f"devices[{name!r}]", count, -INT64_MAX) for name, count in devices.items()}
         for name, value in price.items():
             if name not in devices:
                 raise ParameterError(
                     f"price must be of devices that are offered, got {name!r}: name it in devices (--devices) too"
                 )
-            if not 0 < value < math.inf:
+            if not finite(f"price[{name!r}]", value) > 0:
                 raise ParameterError(f"price of a device must be a positive number, got {value:g} for {name}")
         for name, count in devices.items():
             if count < 1:
@@ -62,7 +67,8 @@ class Offer:
                     f"devices must be at most {_MOST_DEVICES:,} of each kind, got {count:,} of {name}: search for a "
                     "part of the rows on a part of the devices"
                 )
-        return tuple(cls(find_hardware(name), count, price.get(name)) for name, count in devices.items())
+        found = {name: find_hardware(text("devices", name), option="devices") for name in devices}
+        return tuple(cls(hardware, devices[name], price.get(name)) for name, hardware in found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,8 @@ def host_of(given: Mapping[str, float]) -> Hardware:
     >>> host_of({"memory": 1e12}).memory
     1000000000000.0
     """
+    if not isinstance(given, Mapping):
+        raise refusal("device_host", "be a mapping", given)
     unknown = [name for name in given if name not in ("memory", *_HOST)]
     if unknown or "memory" not in given:
         got = unknown[0] if unknown else ", ".join(given) or "nothing"
@@ -117,7 +125,7 @@ def host_of(given: Mapping[str, float]) -> Hardware:
             option="device_host",
         )
     for name, value in given.items():
-        if not 0 < value < math.inf:
+        if not finite(f"device_host[{name!r}]", value) > 0:
             raise ParameterError(f"{name} of device_host must be positive, got {value:g}", option="device_host")
     bandwidth, compute = (given.get(name, usual) for name, usual in _HOST.items())
     return Hardware(name="host", memory=given["memory"], bandwidth=bandwidth, compute=compute)

@@ -122,6 +122,14 @@ def test_a_wrong_command_gets_one_sentence_and_status_2(
     assert not out.exists()
 
 
+def test_a_command_that_is_none_is_refused_with_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["rnu", "in"]) == 2
+    assert capfd.readouterr().err == (
+        "llmbatch: argument COMMAND: must be one of run, explain, simulate, serve, got 'rnu': did you mean run? "
+        "(see llmbatch --help)\n"
+    )
+
+
 def assert_refused(source: str, model: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The command ends with status 2 and a sentence that names what is wrong; nothing is created."""
     out = Path(source).parent / "out"

@@ -50,6 +50,12 @@ def test_a_file_that_is_no_gguf_says_so(tmp_path: Path) -> None:
     )
 
 
+def test_a_gguf_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model("junk.gguf")
+    assert str(caught.value) == "model file 'junk.gguf' is not there: check its path"
+
+
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(ModelError) as caught:
         resolve_model("./models/of/nobody")

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from llmbatch.engine import devices
+from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.devices import find_platform
-from llmbatch.errors import ModelError
+from llmbatch.engine.devices import check_kernels, find_platform
+from llmbatch.errors import ModelError, ParameterError
+from llmbatch.inference.options import Options
+from llmbatch.inference.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -101,6 +104,23 @@ def test_triton_that_is_missing_is_asked_for(card: dict[str, Any], monkeypatch: 
         "device 'cuda' cannot be used: its kernels are written in Triton, which is not installed: pip install triton; "
         "or take device='cpu' (--device cpu)"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        (EngineConfig(attention="flash-attn"), "attention must be auto"),
+        (EngineConfig(overlap="interleaved"), "overlap must be auto or sequential"),
+    ],
+)
+def test_a_processor_has_no_kernels_of_a_card(config: EngineConfig, rule: str) -> None:
+    with pytest.raises(ParameterError, match=rf"^{rule} on a processor, which has kernels of its own, got '"):
+        check_kernels(HOST, config)
+
+
+def test_a_job_on_a_processor_refuses_kernels_of_a_card(model: str) -> None:
+    with pytest.raises(ParameterError, match=r"^attention must be auto on a processor"):
+        Worker.open(Options.build(model=model, prompt="text", attention="varlen", device="cpu"))
 
 
 # Attention

@@ -152,7 +152,10 @@ def test_a_field_that_is_wrong_is_the_lines_error(body: dict[str, Any], url: str
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"custom_id": None}, "custom_id must be text by which the line is known, got none: put a number in quotes"),
+        (
+            {"custom_id": None},
+            "custom_id must be text by which the line is known, got none or no text: put a number in quotes",
+        ),
         ({"custom_id": ""}, "custom_id must be text by which the line is known, got '': put a number in quotes"),
         ({"method": "GET"}, "method must be POST, got 'GET'"),
         ({"method": None}, "method must be POST, got none or no text"),  # as a number is read

@@ -79,7 +79,7 @@ def test_a_prompt_as_long_as_the_context_is_an_error_and_a_shorter_one_gets_what
     tokenizer: Tokenizer,
 ) -> None:
     shard = shard_of(["aaaa", "aaa", "a"], tokenizer, context_length=5)
-    message = "prompt has 5 tokens, the model's context holds 5, and one is needed for the answer: shorten the prompt"
+    message = "prompt has 5 tokens, the context holds 5, and one is needed for the answer: shorten the prompt"
     assert shard.errors == {0: RowError("too_long", message)}
     assert shard.request_of.tolist() == [-1, 0, 1]
     assert shard.requests.max_tokens.tolist() == [1, 3]

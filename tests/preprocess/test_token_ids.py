@@ -102,7 +102,7 @@ def test_a_bad_prompt_is_an_error_of_its_row(raw: Tokenizer) -> None:
         1: RowError("null_prompt", "prompt is null"),
         2: RowError(
             "too_long",
-            "prompt has 6 tokens, the model's context holds 6, and one is needed for the answer: shorten the prompt",
+            "prompt has 6 tokens, the context holds 6, and one is needed for the answer: shorten the prompt",
         ),
     }
     assert shard.request_of.tolist() == [-1, -1, -1, 0]

@@ -44,7 +44,7 @@ def schema(value: object) -> dict[str, Any]:
          "'chat_template': a template is a program, and an endpoint runs its own model's"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options",
          "stream_options.include_obfuscation must be false or be left out, got True"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "prompt has 620 tokens, the model's "
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "prompt has 620 tokens, the "
          "context holds 512, and one is needed for the answer: shorten the prompt"),
         ({"x" * 5000: 1}, "x" * 100, f"{'x' * 100} must be left out, since {URL} has no such field here, got 1: "
          f"known are {', '.join(FIELDS[URL])}"),

@@ -86,7 +86,7 @@ def test_a_prompt_that_cannot_fit_is_refused(echo: Served) -> None:
         echo.client.completions.create(model=echo.model, prompt="a" * 600)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.body is not None
-    assert "prompt has 600 tokens, the model's context holds 512" in caught.value.message
+    assert "prompt has 600 tokens, the context holds 512" in caught.value.message
 
 
 def test_another_model_is_not_found(echo: Served) -> None:

@@ -249,6 +249,12 @@ def test_an_option_is_refused_by_its_name(given: dict[str, Any], message: str) -
     assert str(caught.value) == message
 
 
+def test_no_option_is_offered_that_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"^an option must be .*, got 'prt': did you mean port\?$") as caught:
+        split_options({"model": "m", "prt": 3})
+    assert "output_tokens" not in str(caught.value)
+
+
 def test_a_file_of_keys_must_hold_one(chatting: str, tmp_path: Path) -> None:
     empty = tmp_path / "keys"
     with pytest.raises(ParameterError, match=r"^api_key_file must be a file of keys, got .*: No such file"):

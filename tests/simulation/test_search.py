@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
+from llmbatch.perf_model.hardware import GPUS
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Scheduling, Workload
@@ -180,9 +182,16 @@ def test_a_split_is_said_in_a_line() -> None:
             {"l40s": 1.0},
             "price must be of devices that are offered, got 'l40s': name it in devices (--devices) too",
         ),
+        ("h100:8", None, "devices must be a mapping from names of devices, got 'h100:8'"),
+        (["h100"], None, "devices must be a mapping from names of devices, got ['h100']"),
+        ({"h100": 2.5}, None, "devices['h100'] must be a whole number, got 2.5"),
+        ({8: 1}, None, "devices must be text, got 8"),
+        ({"h100": 1}, "h100=1", "price must be a mapping from names of devices, got 'h100=1'"),
+        ({"h100": 1}, {"h100": "2"}, "price['h100'] must be a finite number, got '2'"),
+        ({"h999": 1}, None, f"devices must be one of {', '.join(GPUS)}, got 'h999'"),
     ],
 )
-def test_offers_are_checked(devices: dict[str, int], price: dict[str, float] | None, said: str) -> None:
+def test_offers_are_checked(devices: Any, price: Any, said: str) -> None:
     with pytest.raises(ParameterError) as raised:
         Offer.all_of(devices, price)
     assert str(raised.value) == said
@@ -251,7 +260,7 @@ def test_a_host_without_room_for_the_weights_is_of_no_use() -> None:
             "{'memory': 1e12, 'bandwidth': 2e11} (--device-host memory=1TB,bandwidth=200GB)",
         ),
         ({"memory": 0.0}, "memory of device_host must be positive, got 0"),
-        ({"memory": 1e12, "bandwidth": float("nan")}, "bandwidth of device_host must be positive, got nan"),
+        ({"memory": 1e12, "bandwidth": float("nan")}, "device_host['bandwidth'] must be a finite number, got nan"),
     ],
 )
 def test_a_host_is_checked(given: dict[str, float], said: str) -> None:

@@ -59,6 +59,8 @@ def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> s
             f"model folder {model!r} holds neither config.json nor a .gguf file: name a folder that "
             "save_pretrained wrote"
         )
+    if path.suffix == ".gguf":
+        raise ModelError(f"model file {model!r} is not there: check its path")
     return _fetched(model)
 
 

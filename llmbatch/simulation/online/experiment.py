@@ -19,7 +19,7 @@ from llmbatch.simulation.experiment import output_file, read_shape
 from llmbatch.simulation.online.bound import Bound, RequestWork
 from llmbatch.simulation.online.figures import OnlineReport, job_figures, online_figures
 from llmbatch.simulation.online.inputs import Arriving, job_of, online_requests
-from llmbatch.simulation.online.options import OnlineArgs, OnlineOptions
+from llmbatch.simulation.online.options import OF_JOB, OnlineArgs, OnlineOptions
 from llmbatch.simulation.online.policies import RunLog, run_policy
 from llmbatch.simulation.online.tables import steps_table
 from llmbatch.simulation.simulator import pool_of
@@ -46,8 +46,9 @@ class OnlineExperiment(OnlineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mix is not None and not self.offline:
-            raise refusal("mix", "come with traces to draw from (--offline)", self.mix)
+        for name in OF_JOB:
+            if getattr(self, name) is not None and not self.offline:
+                raise refusal(name, "come with a job, which it is of (--offline)", getattr(self, name))
 
     @cached_property
     def cost(self) -> CostModel:

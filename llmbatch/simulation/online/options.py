@@ -17,6 +17,7 @@ ArrivalKind = Literal["trace", "poisson", "gamma"]
 POOLS = "strict=1,relaxed=1"  # OOCO's two engines
 _MOST = 1 << 30
 _COUNTS = ("requests", "step_tokens", "max_running", "outstanding", "page_size", "hash_block", "tensor_parallel")
+OF_JOB = ("mix", "requests", "offline_rate", "outstanding")
 _POSITIVE = ("ttft", "tpot", "rate", "per_second", "burstiness", "duration", "offline_rate", "kv_memory")
 
 
@@ -74,9 +75,9 @@ class OnlineOptions:
         if self.overlap_exponent < 1:
             raise refusal("overlap_exponent", "be at least 1", self.overlap_exponent)
         if self.arrivals != "trace" and self.per_second is None:
-            raise refusal("per_second", f"be given for arrivals {self.arrivals}", None)
+            raise refusal("per_second", f"be given for arrivals {self.arrivals} (--per-second Q)", None)
         if self.arrivals != "trace" and self.duration is None:
-            raise refusal("duration", f"be given for arrivals {self.arrivals}", None)
+            raise refusal("duration", f"be given for arrivals {self.arrivals} (--duration S)", None)
 
 
 _DEFAULT = OnlineOptions()

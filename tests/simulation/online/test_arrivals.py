@@ -85,8 +85,8 @@ def test_a_trace_without_times_is_refused_where_its_times_are_wanted(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arrivals": "poisson"}, "per_second must be given for arrivals poisson"),
-        ({"arrivals": "gamma", "per_second": 2.0}, "duration must be given for arrivals gamma"),
+        ({"arrivals": "poisson"}, r"per_second must be given for arrivals poisson \(--per-second Q\)"),
+        ({"arrivals": "gamma", "per_second": 2.0}, r"duration must be given for arrivals gamma \(--duration S\)"),
         ({"policy": "best"}, "policy must be one of fcfs, round-robin, priority, bros, ooco, slack"),
         ({"ttft": 0.0}, "ttft must be above 0"),
         ({"pools": "strict=1,relaxed=1"}, "pools must be strict=1,relaxed=1, for policy ooco"),

@@ -114,9 +114,13 @@ def test_without_a_job_there_is_no_bound_and_online_requests_run_alone(trace: st
     assert report.online.requests == 30
 
 
-def test_a_mix_needs_traces_to_draw_from(trace: str) -> None:
-    with pytest.raises(ParameterError, match=r"^mix must come with traces to draw from \(--offline\), got 'table2-1'$"):
-        simulate_online(trace, mix="table2-1")
+@pytest.mark.parametrize(
+    ("name", "value"), [("mix", "table2-1"), ("requests", 5), ("offline_rate", 2.0), ("outstanding", 3)]
+)
+def test_what_is_said_of_a_job_needs_one(trace: str, name: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as raised:
+        simulate_online(trace, **{name: value})
+    assert str(raised.value) == f"{name} must come with a job, which it is of (--offline), got {value!r}"
 
 
 def test_what_can_never_fit_is_counted_and_left_out(trace: str) -> None:
