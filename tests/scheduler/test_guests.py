@@ -415,17 +415,35 @@ def test_a_row_leaves_free_what_guests_may_want_more_before_it_ends() -> None:
     guests = GuestQueue.empty()
     for second in range(651):  # 10 tokens more in each second for 100 seconds, then 10 fewer
         guests.counts[0].clock = float(second)
-        note_held(guests, 10.0 * abs((second + 100) % 200 - 100))
+        note_held(guests, RATES, EXPONENT, 10.0 * abs((second + 100) % 200 - 100))
     assert guests.counts[0].holds == 500
     assert [kept_free(guests, steps) for steps in (1.0, 2.0, 3.0, 16.0)] == [10, 20, 40, 160]
     assert kept_free(guests, 1e9) == guests.counts[0].reserve - 500 == 200
 
 
-@pytest.mark.parametrize(("prompt", "enters"), [(560, True), (720, False)])
-def test_no_row_enters_while_guests_hold_most_of_the_pool(prompt: int, enters: bool) -> None:
+@pytest.mark.parametrize(("exponent", "compute", "left"), [(1.0, 0.2, 0.5), (4.0, (1.0 - 0.9**4) ** 0.25, 0.6)])
+def test_what_guests_would_hold_without_the_job_follows_from_their_work(
+    exponent: float, compute: float, left: float
+) -> None:
+    """They hold 1,000 tokens in steps of 100 ms, and need 300 ms of reads and some compute in each second."""
+    guests, rates = GuestQueue.empty(), RATES._replace(weight_seconds=0.02, step_seconds=0.005)
+    counts = guests.counts[0]
+    for step in range(6000):
+        counts.clock = 0.1 * step
+        counts.compute += 0.1 * compute
+        counts.memory += 0.1 * 0.3
+        note_held(guests, rates, exponent, 1000.0)
+    assert counts.alone == pytest.approx(1000.0 * 0.025 / left / 0.1, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "alone", "enters"), [(560, 400.0, True), (560, 600.0, False), (700, 0.0, True), (760, 0.0, False)]
+)
+def test_no_row_enters_while_guests_may_want_the_rest_of_the_pool(prompt: int, alone: float, enters: bool) -> None:
     """The first row ends soon, and the second one then finds a free slot and free pages beside the guest."""
     load = Workload([[0] * 16, [1] * 16, [2] * prompt], np.array([2, 2, 40], np.int32), np.array([2.0, 2.0, 40.0]))
     run = Run(scheduler_for(load, 1, 16, 60, bound=9.0, max_running=2), load)
+    run.scheduler.state.guests.counts[0].alone = alone
     arrive(run.scheduler, load, 2)
     run.to_end()
     assert (run.steps_of[1][0] < run.steps_of[2][-1]) == enters

@@ -75,7 +75,7 @@ def count_guests(state: SchedulerState) -> None:
         for i in range(counts.prefilling):
             if run.slots[run.prefilling[i]].guest:
                 held += pages.held[run.prefilling[i]]
-    note_held(state.guests, float(held * pages.page_size))
+    note_held(state.guests, state.rates, state.latency.exponent, float(held * pages.page_size))
 
 
 @compiled

@@ -87,6 +87,7 @@ class GuestCounts:
     held: Float64  # KV tokens that guests held at most since `noted`
     reserve: Float64  # KV tokens that guests held in all but three tenths of the history
     holds: Float64  # KV tokens that they hold now
+    alone: Float64  # KV tokens that they would hold without the job, lately
     correction: Float64  # measured over predicted seconds of the latest steps, at least 1
     within: Float64  # seconds that the next step may take, beside the bound of all; infinite: any
 
