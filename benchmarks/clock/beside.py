@@ -42,7 +42,7 @@ from harness.simulations import RESULTS, SOURCES, path_of
 from llmbatch.simulation.online.bound import steps_of_latency
 from llmbatch.simulation.online.experiment import OnlineExperiment, OnlineRun, bound_of
 from llmbatch.simulation.online.figures import online_figures
-from llmbatch.simulation.online.options import POOLS
+from llmbatch.simulation.online.options import OF_JOB, POOLS
 
 TRAFFIC = (("conv", 0.5), ("conv", 0.8), ("code", 0.15))
 JOBS = ("table2-1", "table2-3", "ooco-offline")
@@ -139,7 +139,11 @@ def bros(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]
         for rate in rates
         for policy in ("fcfs", "round-robin", "bros", "slack")
     ]
-    alone = [{**setting, "offline": ()} for setting in settings if setting["policy"] == "slack"]
+    alone = [
+        {**{name: value for name, value in setting.items() if name not in OF_JOB}, "offline": ()}
+        for setting in settings
+        if setting["policy"] == "slack"
+    ]
     runs, short = rows.of(run_bros, settings), []
     for found in runs:
         if found["setting"]["policy"] == "fcfs":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from llmbatch.errors import DataError, JobError, StorageError
-from llmbatch.storage.local import HeldFile, is_held
+from llmbatch.storage.local import UNFINISHED, HeldFile, is_held
 from llmbatch.storage.location import Location
 
 HEARTBEAT: Final = 10.0  # seconds between two signs of life
@@ -129,6 +129,7 @@ class Lock:
                 if held is None:  # the one that released it removed the folder
                     continue
             else:
+                _try_to_remove(place, owner)
                 place.write(name, owner.dump())
             locks = set(_locks(place))
             if name in locks and locks <= {name, *before}:
@@ -187,6 +188,13 @@ class Lock:
             except Exception as error:
                 self._failure = error
                 return
+
+
+def _try_to_remove(place: Location, owner: Owner) -> None:
+    """Raise `StorageError` where a file may be put but not removed: a job could then do all but end."""
+    name = UNFINISHED + owner.token
+    place.write(name, b"")
+    place.remove(name)
 
 
 def _locks(place: Location) -> list[str]:

@@ -153,6 +153,8 @@ def _way_out(error: BaseException) -> str | None:
             return "change its permissions or name another place"
         if isinstance(link, (PermissionError, *_loaded(_NO_CREDENTIALS))) or _status(link) in (401, 403):
             return "check the credentials and what they allow"
+        if _code(link) == "400":  # of a request to whose answer S3 gives no text
+            return "check the region, and whether the credentials have expired"
     return None
 
 

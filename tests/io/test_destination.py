@@ -154,6 +154,30 @@ def test_a_folder_in_the_stead_of_a_file_is_refused_on_an_object_store_too(s3: S
     )
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "folder", "records.json"])
+def test_what_no_job_wrote_is_not_taken_for_work(tmp_path: Path, name: str) -> None:
+    foreign = tmp_path / "out" / "_llmbatch" / name
+    foreign.mkdir(parents=True)
+    assert refusal(tmp_path / "out") == f"{foreign} was written by no job, and would go when one ends: move it away"
+    assert foreign.exists()
+
+
+def test_work_is_not_kept_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    work = tmp_path / "out" / "_llmbatch"
+    work.symlink_to(tmp_path / "elsewhere")
+    assert refusal(tmp_path / "out") == f"{work}, where jobs keep their work, must be no link: move it away"
+
+
+@pytest.mark.parametrize("name", ["a::b", "a::b.jsonl", "file::c/d"])
+def test_colons_in_a_path_are_no_chain_of_urls(tmp_path: Path, name: str) -> None:
+    finish(tmp_path / name)
+    assert (tmp_path / name).exists()
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there - {f"{name}._llmbatch.json"} == {name.partition("/")[0]}
+
+
 def test_a_file_in_the_way_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "deep" / "out"

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import llmbatch.storage.lock
-from llmbatch.errors import DataError, JobError
+from llmbatch.errors import DataError, JobError, StorageError
 from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock, Owner
 from tests.support.owners import TOKEN, dead, elsewhere, put
-from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
+from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
 # Takes the lock of a folder, says so, and waits until it is killed or told to go.
 HOLDER = """
@@ -125,6 +125,15 @@ def test_a_lock_says_who_holds_it(local: Location) -> None:
     owner = Owner.parse(local.read(*local.names()) or b"", "")
     assert (owner.host, owner.pid, owner.is_here, owner.is_gone) == (socket.gethostname(), os.getpid(), True, False)
     lock.release()
+
+
+def test_who_may_not_remove_files_is_told_before_anything_is_written(s3: S3Server, bucket: str) -> None:
+    place = Location.at(f"{bucket}/out", s3.storage_options)
+    s3.troubles[:] = [None, None, None, Trouble(403, "AccessDenied")]  # behind lists and a put, the removal
+    with pytest.raises(StorageError, match=r"cannot be removed: in trouble: check the credentials"):
+        Lock.acquire(place, what="it")
+    s3.troubles.clear()
+    assert place.names() == []
 
 
 def test_a_lock_that_is_held_is_refused(place: Location) -> None:

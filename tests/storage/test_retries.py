@@ -188,6 +188,10 @@ def test_refused_credentials_are_one_sentence(place: Location, s3: S3Server, wai
             "OUT cannot be written: NoSuchBucket: create the bucket or name another one",
         ),
         (
+            translate_boto_error(ClientError({"Error": {"Code": "400", "Message": "Bad Request"}}, "HeadObject")),
+            "OUT cannot be written: Bad Request: check the region, and whether the credentials have expired",
+        ),
+        (
             NoCredentialsError(),
             "OUT cannot be written: Unable to locate credentials: check the credentials and what they allow",
         ),

@@ -24,6 +24,12 @@ _OTHER_SUFFIXES = (
 )
 
 
+# The names that jobs give in a work folder.
+_OF_JOBS = re.compile(
+    r"lock-.+|(job|names|ending|manifest)\.json|begun\.arrow|.+\.staged|spool-\d+\.keys|\d{3,}-(journal|window)-.+"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
     """A folder of Parquet parts, or one file."""
@@ -113,6 +119,7 @@ class Destination:
             raise DataError(f"the output {self.url} must be a {wanted} by its name, but a {there} is there")
         if self.folder.local:
             self._check_local()
+        self._check_work()
 
     def has_file(self) -> bool:
         """Tell whether the one file is there."""
@@ -149,6 +156,16 @@ class Destination:
             return "folder"
         return "file" if self.file is not None and self.has_file() else None
 
+    def _check_work(self) -> None:
+        """Raise `DataError` if something else lies in the place of the work folder, which goes when a job ends."""
+        if self.work.local and os.path.islink(self.work.root):
+            raise DataError(f"{self.work.url}, where jobs keep their work, must be no link: move it away")
+        foreign = next((name for name in self.work.names() if not _OF_JOBS.fullmatch(name)), None)
+        if foreign is not None:
+            raise DataError(
+                f"{self.work.shown(foreign)} was written by no job, and would go when one ends: move it away"
+            )
+
     def _check_local(self) -> None:
         path = Path(self.url)
         near = path.parent
@@ -162,7 +179,7 @@ class Destination:
 
     def _path_of(self, name: str) -> PurePosixPath | None:
         """Return the true path of a file or folder on the output's file system, or None if it lies on another."""
-        name = name.rpartition("::")[2]
+        name = name.rpartition("::")[2] if "://" in name else name
         protocol, path = split_protocol(name)
         known = self.folder.filesystem.protocol
         if (protocol or "file") not in ([known] if isinstance(known, str) else known):
