@@ -162,12 +162,24 @@ def test_what_no_job_wrote_is_not_taken_for_work(tmp_path: Path, name: str) -> N
     assert foreign.exists()
 
 
-def test_work_is_not_kept_behind_a_link(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "out").mkdir()
+@pytest.mark.parametrize("is_link", [True, False])
+def test_work_is_kept_in_a_folder_of_its_own(tmp_path: Path, is_link: bool) -> None:
     work = tmp_path / "out" / "_llmbatch"
-    work.symlink_to(tmp_path / "elsewhere")
-    assert refusal(tmp_path / "out") == f"{work}, where jobs keep their work, must be no link: move it away"
+    for folder in (work.parent, tmp_path / "elsewhere"):
+        folder.mkdir()
+    if is_link:
+        work.symlink_to(tmp_path / "elsewhere")
+    else:
+        work.write_text("a thesis")
+    said = f"{work}, where jobs keep their work, must be a folder and no link: move what is there away"
+    assert refusal(tmp_path / "out") == said
+
+
+@pytest.mark.parametrize("name", ["out", "out.jsonl"])
+def test_a_link_to_nothing_is_no_output(tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    out.symlink_to(tmp_path / "nothing")
+    assert refusal(out) == f"the output {out} must not be a link to nothing: remove it, or name its target"
 
 
 @pytest.mark.parametrize("name", ["a::b", "a::b.jsonl", "file::c/d"])

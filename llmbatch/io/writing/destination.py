@@ -158,8 +158,10 @@ class Destination:
 
     def _check_work(self) -> None:
         """Raise `DataError` if something else lies in the place of the work folder, which goes when a job ends."""
-        if self.work.local and os.path.islink(self.work.root):
-            raise DataError(f"{self.work.url}, where jobs keep their work, must be no link: move it away")
+        if self.work.local and (os.path.islink(self.work.root) or os.path.isfile(self.work.root)):
+            raise DataError(
+                f"{self.work.url}, where jobs keep their work, must be a folder and no link: move what is there away"
+            )
         foreign = next((name for name in self.work.names() if not _OF_JOBS.fullmatch(name)), None)
         if foreign is not None:
             raise DataError(
@@ -168,6 +170,8 @@ class Destination:
 
     def _check_local(self) -> None:
         path = Path(self.url)
+        if path.is_symlink() and not path.exists():
+            raise DataError(f"the output {self.url} must not be a link to nothing: remove it, or name its target")
         near = path.parent
         while not near.exists():
             near = near.parent
