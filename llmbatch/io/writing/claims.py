@@ -44,7 +44,7 @@ class Claims:
                 )
 
     def check_new(self, names: Iterable[str]) -> None:
-        """Raise `DataError` if a name of these, or that of errors, was given to something else since the job began."""
+        """Raise `DataError` if something else got one of these names, or that of errors, since the job began."""
         to, ours = self.destination, self._ours()
         for name in (*names, to.errors) if self.has_errors else names:
             if name not in ours and to.folder.size(name) is not None:
