@@ -150,12 +150,22 @@ def test_too_many_failed_rows_end_a_job(job: Job, capfd: pytest.CaptureFixture[s
     assert main(job.command("--max-error-rate", "0.1", "--quiet")) == 1
     assert capfd.readouterr().err == (
         "llmbatch: max_error_rate is 0.1, and 7 of 60 rows have failed already (row 0: prompt is null): what is "
-        "answered is kept; mend the cause and run the same command again with retry_errors=True (--retry-errors), or "
-        "with a higher rate\n"
+        "answered is kept; mend these rows or what failed them, and run the same command again with retry_errors=True "
+        "(--retry-errors), or with a higher rate; with other options, start over (--restart)\n"
     )
     assert main(job.command("--max-error-rate", "0.1", "--quiet")) == 1
     assert main(job.command("--max-error-rate", "0.12", "--quiet")) == 0
     assert failed(job.answers()) == {f"row-{i}" for i in range(7)}
+
+
+def test_a_job_that_was_ended_by_its_errors_goes_on_with_mended_rows(job: Job) -> None:
+    whole = rows()
+    with pytest.raises(JobError):
+        nulls(job, 7).run(max_error_rate=0.1)
+    job.write(whole)
+    report = job.run(max_error_rate=0.1, retry_errors=True)
+    assert (report.rows, report.errors) == (60, 0)
+    assert job.answers().equals(job.undisturbed())
 
 
 def test_as_many_as_are_allowed_do_not(job: Job) -> None:
