@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,10 @@ class StopRequest:
         if self.deadline is None:
             self.deadline = time.monotonic() + self.grace
 
+    def end_now(self) -> None:
+        """Ask the job to end without grace."""
+        self.deadline = time.monotonic()
+
     def interrupt(self) -> None:
         """Ask the job to end, from a signal's handler; raises StoppedEarly while it is being made ready."""
         self.ask()
@@ -48,23 +53,51 @@ StopRequest.__module__ = "llmbatch"  # which it is imported from
 
 @contextlib.contextmanager
 def heard(stopping: StopRequest) -> Iterator[None]:
-    """Let SIGTERM ask a job to end, and Ctrl-C end it with its answers kept; a second one ends the process at once."""
+    """Let SIGTERM ask a job to end, and Ctrl-C end it with its answers kept; a second one ends the process at once.
+
+    What Ctrl-C raises may be lost: compiled code puts an error of its own in its place, and code that runs as an object
+    goes can raise nothing. So it asks the job to end as well, and whatever ends the job is a KeyboardInterrupt then.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    interrupts: list[int] = []
+
     def interrupt(*_: object) -> None:
+        interrupts.append(signal.SIGINT)
         signal.signal(signal.SIGINT, lambda *_: None)  # what hears the second one
+        stopping.end_now()
         raise KeyboardInterrupt
 
     ours = {signal.SIGTERM: lambda *_: stopping.interrupt(), signal.SIGINT: interrupt}
     before = {number: signal.signal(number, handler) for number, handler in ours.items()}
     try:
-        with _ended_by_two_interrupts():
+        with _ended_by_two_interrupts(), _lost_in_silence():
             yield
+    except Exception as error:
+        if interrupts:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _lost_in_silence() -> Iterator[None]:
+    """Say nothing of an interrupt that is raised where none can be: the job ends all the same."""
+    before = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            before(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager

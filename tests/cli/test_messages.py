@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from itertools import takewhile
+from collections.abc import Callable
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from llmbatch.cli.main import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.inference.progress import Silence
+from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
@@ -306,6 +308,44 @@ def test_one_signal_ends_a_job_whose_first_window_is_being_rendered(
     assert process.returncode == status, before
     assert said.endswith(last.format(work=job.work))
     assert "Traceback" not in said
+
+
+class Going:
+    """Is interrupted as it goes, where nothing can be raised."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def lose_in_an_object() -> None:
+    Going()
+
+
+def lose_in_compiled_code() -> None:
+    """Raise what compiled code puts in the place of an interrupt."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise SystemError("bad argument to internal function") from None
+
+
+@pytest.mark.parametrize("lose", [lose_in_an_object, lose_in_compiled_code])
+def test_an_interrupt_that_is_lost_ends_the_job_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lose: Callable[[], None]
+) -> None:
+    steps, after_step = count(), AnswerWriter.after_step
+
+    def interrupted(writer: AnswerWriter) -> None:
+        if next(steps) == 30:
+            lose()
+        after_step(writer)
+
+    monkeypatch.setattr(AnswerWriter, "after_step", interrupted)
+    assert main(job.command("--quiet")) == 130
+    said = "interrupted; what a job has answered is kept, and the same command goes on with it"
+    assert capfd.readouterr().err == f"llmbatch: {said}\n"
+    assert main(job.command("--quiet")) == 0
+    assert job.answers().equals(job.undisturbed())
 
 
 def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
