@@ -55,8 +55,9 @@ StopRequest.__module__ = "llmbatch"  # which it is imported from
 def heard(stopping: StopRequest) -> Iterator[None]:
     """Let SIGTERM ask a job to end, and Ctrl-C end it with its answers kept; a second one ends the process at once.
 
-    What Ctrl-C raises may be lost: compiled code puts an error of its own in its place, and code that runs as an object
-    goes can raise nothing. So it asks the job to end as well, and whatever ends the job is a KeyboardInterrupt then.
+    Ctrl-C raises nothing while rows run: compiled code that gets its arguments does not bear it. It asks the job to
+    end, which happens after the step. What it raises before may be lost, in code that runs as an object goes. Whatever
+    ends the job after Ctrl-C is a KeyboardInterrupt.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -68,7 +69,8 @@ def heard(stopping: StopRequest) -> Iterator[None]:
         interrupts.append(signal.SIGINT)
         signal.signal(signal.SIGINT, lambda *_: None)  # what hears the second one
         stopping.end_now()
-        raise KeyboardInterrupt
+        if stopping.at_once:
+            raise KeyboardInterrupt
 
     ours = {signal.SIGTERM: lambda *_: stopping.interrupt(), signal.SIGINT: interrupt}
     before = {number: signal.signal(number, handler) for number, handler in ours.items()}

@@ -317,27 +317,19 @@ class Going:
         signal.raise_signal(signal.SIGINT)
 
 
-def lose_in_an_object() -> None:
-    Going()
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
-def lose_in_compiled_code() -> None:
-    """Raise what compiled code puts in the place of an interrupt."""
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        raise SystemError("bad argument to internal function") from None
-
-
-@pytest.mark.parametrize("lose", [lose_in_an_object, lose_in_compiled_code])
-def test_an_interrupt_that_is_lost_ends_the_job_all_the_same(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lose: Callable[[], None]
+@pytest.mark.parametrize("interrupted_by", [interrupt, Going])
+def test_an_interrupt_ends_the_job_after_the_step_and_raises_nothing_in_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], interrupted_by: Callable[[], object]
 ) -> None:
     steps, after_step = count(), AnswerWriter.after_step
 
     def interrupted(writer: AnswerWriter) -> None:
         if next(steps) == 30:
-            lose()
+            interrupted_by()
         after_step(writer)
 
     monkeypatch.setattr(AnswerWriter, "after_step", interrupted)
@@ -346,6 +338,17 @@ def test_an_interrupt_that_is_lost_ends_the_job_all_the_same(
     assert capfd.readouterr().err == f"llmbatch: {said}\n"
     assert main(job.command("--quiet")) == 0
     assert job.answers().equals(job.undisturbed())
+
+
+def test_an_interrupt_in_whose_place_another_error_comes_is_one() -> None:
+    def compiled() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise SystemError("bad argument to internal function") from None
+
+    with pytest.raises(KeyboardInterrupt), heard(StopRequest()):
+        compiled()
 
 
 def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
