@@ -55,9 +55,9 @@ StopRequest.__module__ = "llmbatch"  # which it is imported from
 def heard(stopping: StopRequest) -> Iterator[None]:
     """Let SIGTERM ask a job to end, and Ctrl-C end it with its answers kept; a second one ends the process at once.
 
-    Ctrl-C raises nothing while rows run: compiled code that gets its arguments does not bear it. It asks the job to
-    end, which happens after the step. What it raises before may be lost, in code that runs as an object goes. Whatever
-    ends the job after Ctrl-C is a KeyboardInterrupt.
+    While rows run Ctrl-C raises nothing, since an exception in the middle of a call of compiled code may crash the
+    process: it asks the job to end after the step. While a job is made ready it raises KeyboardInterrupt, which is lost
+    in a `__del__`. So any error that ends the job after a Ctrl-C is raised as KeyboardInterrupt.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -88,7 +88,7 @@ def heard(stopping: StopRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lost_in_silence() -> Iterator[None]:
-    """Say nothing of an interrupt that is raised where none can be: the job ends all the same."""
+    """Leave out Python's message about an interrupt that is lost in a `__del__`: the job ends all the same."""
     before = sys.unraisablehook
 
     def hook(lost: sys.UnraisableHookArgs) -> None:

@@ -47,7 +47,8 @@ def serve(
     from llmbatch.serving.batches.records import StateFolder
     from llmbatch.serving.server import run_server
 
-    progress, stopping = Silence() if progress is None else checked(progress), StopRequest.of(stopping)
+    progress = Silence() if progress is None else checked(progress)
+    stopping = StopRequest.of(stopping)
     keys, built = read_keys(serving.api_key_file), Options.of_batch(**rest)
     with _listening(serving) as listener, contextlib.closing(StateFolder.open(_state(serving, built))) as state:
         worker = Worker.open(built, progress)

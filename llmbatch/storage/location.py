@@ -59,8 +59,10 @@ class Location:
         scheme, separator, path = url.rpartition("://")
         try:
             given = {**_DEFAULTS.get(scheme, {}), **(storage_options or {})}
-            plain = "::" in url and not separator  # no chain of URLs, but a path of this machine
-            filesystem, root = (LocalFileSystem(**given), os.path.abspath(url)) if plain else url_to_fs(url, **given)
+            if "::" in url and not separator:  # no chain of URLs, but a path of this machine
+                filesystem, root = LocalFileSystem(**given), os.path.abspath(url)
+            else:
+                filesystem, root = url_to_fs(url, **given)
         except (ImportError, TypeError, ValueError) as error:
             raise DataError(f"{url} cannot be opened: {error}") from error
         if _DEFAULTS.get(scheme) is _S3:

@@ -109,7 +109,7 @@ class Destination:
                 )
 
     def check_place(self) -> None:
-        """Raise `DataError` if something of another kind is there, or nothing can be written.
+        """Raise `DataError` if something of another kind is there, also in the work folder, or nothing can be written.
 
         Of an object store only its answering can be checked; whether it accepts objects shows when a job begins.
         """

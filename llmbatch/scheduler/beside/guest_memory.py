@@ -1,7 +1,7 @@
 """What guests take of the machine and of its memory, learnt from those that were here.
 
-Two things are learnt: the seconds of compute and of KV reads in each second, forgotten within a minute or so, and the
-most KV that guests held in each second of the last ten minutes.
+Three things are learnt: the seconds of compute and of KV reads in each second, forgotten within a minute or so; the
+most KV that guests held in each second of the last ten minutes; and the KV that they would hold without the job.
 
 A guest that must preempt a row of the job first makes it compute tokens twice, so memory is kept free of the job
 (`kept_free`): for a row that ends within a time, what guests may want more by then. That is the rise within as long a
