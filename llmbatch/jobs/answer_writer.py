@@ -24,8 +24,9 @@ from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.writing.output import Output
+from llmbatch.io.writing.work_files import WindowFiles
 from llmbatch.jobs.begun_tokens import BegunTokens
-from llmbatch.jobs.part_builder import CompletedWindow, PartBuilder, WorkFiles
+from llmbatch.jobs.part_builder import CompletedWindow, PartBuilder
 from llmbatch.jobs.prior_answers import journal_schema
 from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.runtime.cancellation import StopRequest
@@ -52,7 +53,7 @@ class AnswerWriter(AnswerSink):
     def __init__(
         self,
         output: Output,
-        names: WorkFiles,
+        names: WindowFiles,
         builder: PartBuilder,
         lock: Lock,
         error_budget: ErrorBudget,

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from llmbatch.inference.window import Window
 from llmbatch.io.sealed_json import damage
+from llmbatch.io.writing.work_files import BEGUN
 from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.storage.journal import pack_record, unpack_record
 from llmbatch.storage.location import Location
 
-_NAME: Final = "begun.arrow"
 _SCHEMA: Final = pa.schema(
     {"key": pa.uint64(), "content": pa.uint64(), "ask": pa.int32(), "tokens": pa.large_list(pa.int32())}
 )
@@ -65,17 +65,17 @@ class BegunTokens:
     @classmethod
     def read(cls, work: Location) -> BegunTokens:
         """Read what an earlier run kept. Raises `DataError` where it is damaged."""
-        data = work.read(_NAME)
+        data = work.read(BEGUN)
         if data is None:
             return cls.none()
         record = unpack_record(data)
         if record is None or record.schema != _SCHEMA:
-            raise damage(work, _NAME, f"remove {work.shown(_NAME)}, and answers that have begun begin anew")
+            raise damage(work, BEGUN, f"remove {work.shown(BEGUN)}, and answers that have begun begin anew")
         return cls(record)
 
     def write(self, work: Location) -> None:
         """Keep it in the work folder, in the place of what was kept before."""
-        work.write(_NAME, pack_record(self.record))
+        work.write(BEGUN, pack_record(self.record))
 
     def without(self, keys: NDArray[np.uint64]) -> BegunTokens:
         """Leave out the rows with these keys."""

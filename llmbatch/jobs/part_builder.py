@@ -8,9 +8,7 @@ job ends, because the part does not tell them.
 from __future__ import annotations
 
 import base64
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -22,37 +20,11 @@ from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pick, split
 from llmbatch.io.sealed_json import START_OVER, damage, seal, unseal
+from llmbatch.io.writing import work_files
 from llmbatch.io.writing.output import PART_ROWS, Output
 from llmbatch.io.writing.parts import Part, rows_of
+from llmbatch.io.writing.work_files import WindowFiles
 from llmbatch.storage.location import Location
-
-_NAME = re.compile(r"(\d+)-(journal|window)-(\d+)")
-_KEYS = re.compile(r"(spool-\d+)\.keys")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkFiles:
-    """Names of what a job keeps in its work folder. A new generation begins where the rows are laid out anew."""
-
-    generation: int
-
-    def journal(self, window: int) -> str:
-        """Name the journal of a window."""
-        return f"{self.generation:03d}-journal-{window:05d}"
-
-    def part(self, window: int, part: int) -> str:
-        """Name a staged part of a window."""
-        return f"{self.generation:03d}-part-{window:05d}-{part:02d}"
-
-    def whole(self, window: int) -> str:
-        """Name what says that a window is whole."""
-        return f"{self.generation:03d}-window-{window:05d}.json"
-
-    def windows(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
-        """Find the windows that these names are of: those with only a journal, and those that are whole."""
-        found = [match for match in map(_NAME.match, names) if match and int(match[1]) == self.generation]
-        begun, whole = ({int(match[3]) for match in found if match[2] == kind} for kind in ("journal", "window"))
-        return begun - whole, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +39,7 @@ class CompletedWindow:
         work.write(name, seal(name, {"parts": [part.encode() for part in self.parts], "tally": asdict(self.tally)}))
 
     @classmethod
-    def read(cls, output: Output, names: WorkFiles, window: int, rows: int | None = None) -> CompletedWindow:
+    def read(cls, output: Output, names: WindowFiles, window: int, rows: int | None = None) -> CompletedWindow:
         """Read what `write` kept of a window, which has so many rows. A look at the parts' sizes is taken.
 
         Raises `DataError` where it is damaged, `StorageError` where one of its parts is.
@@ -113,7 +85,7 @@ class PartBuilder(ABC):
 class InputOrderParts(PartBuilder):
     """Parts in the order of the input."""
 
-    def __init__(self, output: Output, names: WorkFiles) -> None:
+    def __init__(self, output: Output, names: WindowFiles) -> None:
         self._output = output
         self._names = names
 
@@ -159,8 +131,8 @@ class CompletionOrderParts(PartBuilder):
         """
         parts: list[Part] = []
         published = [np.empty(0, np.uint64)]
-        for match in filter(None, map(_KEYS.fullmatch, output.work.names())):
-            part, keys = _read_part(output, match[0], match[1], number=len(parts))
+        for name in work_files.spools(output.work.names()):
+            part, keys = _read_part(output, name, number=len(parts))
             published.append(keys)
             _publish(output, parts, part)
         return cls(output, part_rows, parts, np.sort(np.concatenate(published)))
@@ -200,20 +172,22 @@ class CompletionOrderParts(PartBuilder):
 
     def _write(self, count: int) -> None:
         table, keys = pa.concat_tables(self._tables), np.concatenate(self._keys)
-        name = f"spool-{len(self._parts):05d}"
+        name = work_files.spool(len(self._parts))
         part = self._output.stage(name, split(table.slice(0, count)))
         kept = {"part": part.encode(), "keys": base64.b64encode(keys[:count].tobytes()).decode()}
-        self._output.work.write(f"{name}.keys", seal(f"{name}.keys", kept))  # from now on these rows are in the part
+        file = work_files.keys(name)
+        self._output.work.write(file, seal(file, kept))  # from now on these rows are in the part
         _publish(self._output, self._parts, part)
         self._tables, self._keys = [table.slice(count)], [keys[count:]]
         self._waiting -= count
 
 
-def _read_part(output: Output, file: str, name: str, *, number: int) -> tuple[Part, NDArray[np.uint64]]:
-    """Read part `number`, which an earlier run wrote, and the keys of its rows from a `file` of the work folder."""
+def _read_part(output: Output, name: str, *, number: int) -> tuple[Part, NDArray[np.uint64]]:
+    """Read part `number`, which an earlier run wrote under this name, and the keys of its rows."""
+    file = work_files.keys(name)
     kept = unseal(output.work, file)
     try:
-        if kept is None or name != f"spool-{number:05d}":
+        if kept is None or name != work_files.spool(number):
             raise ValueError
         part, keys = Part.decode(kept["part"]), np.frombuffer(base64.b64decode(kept["keys"]), np.uint64)
         if part.name != name or part.rows != len(keys):

@@ -14,10 +14,11 @@ from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.report import Report
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.sealed_json import damage, seal, unseal
-from llmbatch.io.writing.output import JOB, Output
+from llmbatch.io.writing.output import Output
+from llmbatch.io.writing.work_files import JOB, WindowFiles
 from llmbatch.jobs.fingerprint import difference
 from llmbatch.jobs.options import JobOptions
-from llmbatch.jobs.part_builder import CompletedWindow, WorkFiles
+from llmbatch.jobs.part_builder import CompletedWindow
 from llmbatch.jobs.prior_answers import JournalSource, PartSource, Source
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Location
@@ -42,9 +43,9 @@ class JobState:
     afresh: bool = False  # it was started over: a finished output is replaced, and no answer of it is taken
 
     @property
-    def names(self) -> WorkFiles:
+    def names(self) -> WindowFiles:
         """The names in the work folder."""
-        return WorkFiles(self.generation)
+        return WindowFiles(self.generation)
 
     @property
     def generation(self) -> int:
@@ -191,7 +192,7 @@ def _go_on(
     finished = None if kept.afresh else manifest
     sources = [] if finished is None else _finished_sources(output, finished, source, fresh)
     for generation, window_rows in enumerate(kept.earlier_window_rows):
-        sources += _kept_sources(output, WorkFiles(generation), window_rows, kept, source)
+        sources += _kept_sources(output, WindowFiles(generation), window_rows, kept, source)
     if not changed and not resized and (not retry_errors or kept.without_errors):
         return Resume(kept, sources, False)
     sources += _kept_sources(output, kept.names, kept.window_rows, kept, source)
@@ -236,7 +237,9 @@ def _finished_sources(output: Output, manifest: dict[str, Any], source: Dataset,
     return sources
 
 
-def _kept_sources(output: Output, names: WorkFiles, window_rows: int, kept: JobState, source: Dataset) -> list[Source]:
+def _kept_sources(
+    output: Output, names: WindowFiles, window_rows: int, kept: JobState, source: Dataset
+) -> list[Source]:
     """Find the sources of a generation with windows of so many rows.
 
     They are staged parts, and journals of what was not in a finished part.

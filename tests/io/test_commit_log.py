@@ -15,7 +15,8 @@ import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.io.writing.output import JOB, Output
+from llmbatch.io.writing.output import Output
+from llmbatch.io.writing.work_files import JOB
 from tests.support.dying import killed
 from tests.support.outputs import commit, open_output, stage
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from llmbatch.io.writing.output import JOB, Output
+from llmbatch.io.writing.output import Output
 from llmbatch.io.writing.parts import Part, rows_of
+from llmbatch.io.writing.work_files import JOB
 
 TABLE = pa.table({"id": [1, 2, 3], "generated_text": ["a", None, "c"]})
 

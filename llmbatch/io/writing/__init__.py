@@ -4,4 +4,4 @@ Imports `io.reading` to read a finished output again, and nothing that runs rows
 Start reading at `output`.
 """
 
-__all__ = ["formats", "output", "parts"]
+__all__ = ["formats", "output", "parts", "work_files"]

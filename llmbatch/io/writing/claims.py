@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from llmbatch.errors import DataError
 from llmbatch.io.sealed_json import damage
-from llmbatch.io.writing.commit_log import ENDING, CommitRecord, Names
+from llmbatch.io.writing.commit_log import CommitRecord, Names
 from llmbatch.io.writing.destination import Destination
 from llmbatch.io.writing.finished import Finished
+from llmbatch.io.writing.work_files import ENDING
 
 _OVERWRITE = "choose another name, or replace it with overwrite=True (--overwrite)"
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from llmbatch.io.sealed_json import damage, is_plain, seal, unseal
 from llmbatch.io.writing.parts import Part
+from llmbatch.io.writing.work_files import ENDING, NAMES
 from llmbatch.storage.location import Location
-
-ENDING = "ending.json"
-_NAMES = "names.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Names:
     @classmethod
     def read(cls, work: Location) -> Names | None:
         """Read the names, or return None if none were written. Raises `DataError` if they are damaged."""
-        kept = unseal(work, _NAMES)
+        kept = unseal(work, NAMES)
         if kept is None:
             return None
         try:
@@ -37,12 +35,12 @@ class Names:
             if not all(map(is_plain, [*names.replaced, *names.published, *names.published.values()])):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise damage(work, _NAMES) from None
+            raise damage(work, NAMES) from None
         return names
 
     def write(self, work: Location) -> None:
         """Write the names."""
-        work.write(_NAMES, seal(_NAMES, {"replaced": list(self.replaced), "published": dict(self.published)}))
+        work.write(NAMES, seal(NAMES, {"replaced": list(self.replaced), "published": dict(self.published)}))
 
 
 @dataclass(frozen=True, slots=True)

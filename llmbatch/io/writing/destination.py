@@ -14,6 +14,7 @@ from fsspec.core import has_magic, split_protocol
 from fsspec.utils import glob_translate
 
 from llmbatch.errors import DataError
+from llmbatch.io.writing.work_files import is_of_a_job
 from llmbatch.storage.location import Location
 
 _FIRST_PATIENCE = 5.0  # seconds
@@ -21,12 +22,6 @@ FILE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 _OTHER_SUFFIXES = (
     *(".pq", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".orc", ".avro", ".xlsx"),
     *(".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip", ".snappy", ".tar"),
-)
-
-
-# The names that jobs give in a work folder.
-_OF_JOBS = re.compile(
-    r"lock-.+|(job|names|ending|manifest)\.json|begun\.arrow|.+\.staged|spool-\d+\.keys|\d{3,}-(journal|window)-.+"
 )
 
 
@@ -162,7 +157,7 @@ class Destination:
             raise DataError(
                 f"{self.work.url}, where jobs keep their work, must be a folder and no link: move what is there away"
             )
-        foreign = next((name for name in self.work.names() if not _OF_JOBS.fullmatch(name)), None)
+        foreign = next((name for name in self.work.names() if not is_of_a_job(name)), None)
         if foreign is not None:
             raise DataError(
                 f"{self.work.shown(foreign)} was written by no job, and would go when one ends: move it away"

@@ -33,21 +33,19 @@ from llmbatch.errors import DataError, JobError, RowError, StorageError
 from llmbatch.io.json_values import unwritable
 from llmbatch.io.sealed_json import START_OVER, damage
 from llmbatch.io.writing.claims import Claims
-from llmbatch.io.writing.commit_log import ENDING, CommitRecord, Names
+from llmbatch.io.writing.commit_log import CommitRecord, Names
 from llmbatch.io.writing.destination import Destination
 from llmbatch.io.writing.digest_stream import DigestStream
 from llmbatch.io.writing.finished import Finished
 from llmbatch.io.writing.formats import CODECS, Arrow, Format, Jsonl, LineForm, Parquet, StagedFormat, read_tables
 from llmbatch.io.writing.manifest import compose
 from llmbatch.io.writing.parts import Part, rows_of
+from llmbatch.io.writing.work_files import ENDING, JOB, MANIFEST, NAMES, WHOLE, staged
 from llmbatch.io.writing.writable import check_schema
 from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
-JOB = "job.json"  # in the work folder: says which job it is whose work lies there
-
-_WHOLE = "whole.staged"  # one file made of all parts
 
 
 class Output:
@@ -265,12 +263,12 @@ class Output:
         return self._format is self._staged
 
     def _file(self, name: str) -> str:
-        return f"{name}{self._staged.suffix}.staged"
+        return staged(name, self._staged.suffix)
 
     def _names(self) -> Names:
         names = Names.read(self.work)
         if names is None and JOB in self.work.names():
-            raise damage(self.work, "names.json")
+            raise damage(self.work, NAMES)
         return names or Names()
 
     def _is_published(self, name: str) -> bool:
@@ -286,9 +284,9 @@ class Output:
             kind, errors = self._forms[form["name"]].files(to.suffix, form, self._parquet)
             for name, other in ((to.columns, Arrow()), (to.errors, errors)):
                 self._write_whole(other, files)
-                self.work.move(_WHOLE, self._folder, name)
+                self.work.move(WHOLE, self._folder, name)
         if len(files) > 1 or kind is not self._staged:
-            whole, found = _WHOLE, self._write_whole(kind, files)
+            whole, found = WHOLE, self._write_whole(kind, files)
             if found != rows:
                 raise StorageError(
                     f"the staged parts of {self.url} must hold {rows:,} rows, but hold {found:,}: {START_OVER}"
@@ -296,7 +294,7 @@ class Output:
         self.work.move(whole, self._folder, final)
 
     def _write_whole(self, kind: Format, files: Sequence[str]) -> int:
-        with self.work.writing(_WHOLE) as stream:
+        with self.work.writing(WHOLE) as stream:
             tables = (read_tables(self._staged, self.work, file) for file in files)
             return kind.write(stream, chain.from_iterable(tables))
 
@@ -328,8 +326,8 @@ class Output:
                 parts = ending.files[part["name"]]
                 if part["name"] not in published.values() or self._file(parts[0].name) in waiting:
                     self._put(part["name"], parts, part["rows"], ending.manifest.get("form"))
-            self.work.write("manifest.json", self._finished.encoded(ending.manifest))
-            self.work.move("manifest.json", self._folder, self._destination.manifest)
+            self.work.write(MANIFEST, self._finished.encoded(ending.manifest))
+            self.work.move(MANIFEST, self._folder, self._destination.manifest)
         CommitRecord().write(self.work)  # all is in place: what is left is to clean
         self._clean()
 
