@@ -113,7 +113,7 @@ def small(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
 @pytest.fixture(scope="session")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer without a chat template."""
-    from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+    from llmbatch.preprocess.tokenization.loading import load_tokenizer
     from tests.support.tokenizers import save_fast
 
     return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
@@ -122,7 +122,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer with a chat template."""
-    from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+    from llmbatch.preprocess.tokenization.loading import load_tokenizer
     from tests.support.tokenizers import CHAT_TEMPLATE, save_fast
 
     return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")

@@ -19,7 +19,8 @@ from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulation.mixes import MIXES, draw_mix
+from llmbatch.simulation.mix_draws import draw_mix
+from llmbatch.simulation.mixes import MIXES
 from llmbatch.simulation.options import Knowledge
 from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import MAX_RUNNING, pool_of

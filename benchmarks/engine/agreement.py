@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from llmbatch import LLMOperator
 from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import resolve_model
-from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 

@@ -24,7 +24,7 @@ from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.loader import load_model
-from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
 from llmbatch.system.tuning import tune_process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))

@@ -14,7 +14,8 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulation.mixes import MIXES, draw_mix
+from llmbatch.simulation.mix_draws import draw_mix
+from llmbatch.simulation.mixes import MIXES
 from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import MAX_RUNNING, pool_of
 from llmbatch.simulation.traces import read_traces

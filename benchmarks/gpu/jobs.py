@@ -37,7 +37,8 @@ from llmbatch.runtime.protocols import EngineObserver
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences
-from llmbatch.simulation.mixes import MIXES, Mix, draw_mix
+from llmbatch.simulation.mix_draws import draw_mix
+from llmbatch.simulation.mixes import MIXES, Mix
 from llmbatch.simulation.simulator import run_workload
 from llmbatch.simulation.traces import Trace, read_traces
 

@@ -28,7 +28,8 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload, split_for
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.runtime.protocols import W, WindowSource
 from llmbatch.system.memory import out_of_memory
 

@@ -35,7 +35,8 @@ from llmbatch.preprocess.build_requests import build_shard, check_vocabulary
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import BegunAnswers, RowRequests
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, plain_tokenizer
+from llmbatch.preprocess.tokenization.loading import plain_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.runtime.protocols import EngineObserver, Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
 from llmbatch.runtime.warmup import Compilation

@@ -16,7 +16,8 @@ from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import SHAPES, ModelShape, find_shape
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.simulation.mixes import draw_mix, parse_mix
+from llmbatch.simulation.mix_draws import draw_mix
+from llmbatch.simulation.mixes import parse_mix
 from llmbatch.simulation.options import MIX_REQUESTS, SimulationArgs, SimulationOptions
 from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import MAX_RUNNING, Simulation, SimulationReport, pool_of

@@ -24,7 +24,7 @@ from llmbatch.inference.progress import Silence
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
 from llmbatch.runtime.cancellation import StopRequest, heard
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.cancel_signal import CancelSignal

@@ -18,7 +18,7 @@ from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
-from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from tests.support.families import TABLE
 from tests.support.golden import Golden, generate, prompts

@@ -15,7 +15,7 @@ import pytest
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.outline import outline, shape_of
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
-from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer, plain_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer, plain_tokenizer
 from tests.support.models import CHAT_TEMPLATE, FAMILIES, tiny_model_folder
 
 TEXTS = ["", "two words", "<bos>a<sep>b<eos>", "naïve\n\tünï 😀", " " * 9]

@@ -19,7 +19,7 @@ from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.merging import repeat_draws
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.runtime.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine

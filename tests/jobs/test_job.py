@@ -18,7 +18,7 @@ from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.planning.order import POLICIES
-from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
 
 MAX_TOKENS = 6
 

@@ -16,7 +16,8 @@ from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from tests.support.tokenizers import save_fast
 
 BOS = 256

@@ -10,7 +10,8 @@ import pytest
 
 from llmbatch.errors import ModelError, RowError
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from tests.support.tokenizers import CHAT_TEMPLATE, save_fast, texts_of
 
 

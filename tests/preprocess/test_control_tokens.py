@@ -17,8 +17,9 @@ from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenization.control_tokens import Controls, free_mark
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
 from llmbatch.preprocess.tokenization.respelled import Respelled
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from tests.support.tokenizers import save_slow
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, load_tokenizer
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from tests.support.tokenizers import save_fast, texts_of
 
 CHATML = (

@@ -12,13 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.errors import ModelError
-from llmbatch.preprocess.tokenization.tokenizer import (
-    FastTokenizer,
-    SlowTokenizer,
-    TokenColumn,
-    Tokenizer,
-    load_tokenizer,
-)
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import FastTokenizer, SlowTokenizer, TokenColumn, Tokenizer
 from tests.support.tokenizers import CHAT_TEMPLATE, save_fast, save_slow
 
 TEXTS = ["hello there", "", "é", "a </s> b"]

@@ -14,7 +14,8 @@ from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
-from llmbatch.simulation.mixes import MIXES, Drawn, Mix, PrefixGroups, Sources, draw_mix, parse_mix
+from llmbatch.simulation.mix_draws import Drawn, Sources, draw_mix
+from llmbatch.simulation.mixes import MIXES, Mix, PrefixGroups, parse_mix
 from llmbatch.simulation.traces import Trace, read_traces
 from tests.support.paths import TRACES
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.simulation.mixes import draw_mix, known_before, parse_mix
+from llmbatch.simulation.mix_draws import draw_mix, known_before
+from llmbatch.simulation.mixes import parse_mix
 from llmbatch.simulation.online.arrivals import drawn, read_arrivals, scaled, uniform
 from llmbatch.simulation.online.lengths import drawn_trace, is_drawn
 from llmbatch.simulation.online.options import OnlineOptions
