@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     )
     from llmbatch.inference.progress import Advance, Progress
     from llmbatch.inference.report import Report
+    from llmbatch.jobs.explain import explain
     from llmbatch.jobs.forecast import Forecast
-    from llmbatch.jobs.job import explain, run
+    from llmbatch.jobs.job import run
     from llmbatch.operators.llm import LLMOperator
     from llmbatch.operators.ray.dataset import map_dataset
     from llmbatch.preprocess.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ _HOME = {
     "StopRequest": "llmbatch.runtime.cancellation",
     "StoppedEarly": "llmbatch.errors",
     "StorageError": "llmbatch.errors",
-    "explain": "llmbatch.jobs.job",
+    "explain": "llmbatch.jobs.explain",
     "map_dataset": "llmbatch.operators.ray.dataset",  # the only name that needs Ray
     "run": "llmbatch.jobs.job",
     "serve": "llmbatch.serving.serve",

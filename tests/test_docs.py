@@ -28,7 +28,7 @@ from tests.support.s3 import s3_fixture as s3_fixture
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HUB = "Qwen/Qwen3-0.6B"  # the model of the README's examples
-WITH_A_MODEL = ("llmbatch.jobs.job", "llmbatch.serving.serve")  # in their examples
+WITH_A_MODEL = ("llmbatch.jobs.explain", "llmbatch.jobs.job", "llmbatch.serving.serve")  # in their examples
 MOST_BYTES = 150_000  # of a picture
 
 

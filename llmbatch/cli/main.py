@@ -76,7 +76,7 @@ def _run(arguments: dict[str, Any]) -> int:
 
 
 def _explain(arguments: dict[str, Any]) -> int:
-    from llmbatch.jobs.job import explain
+    from llmbatch.jobs.explain import explain
 
     as_json = arguments.pop("json")
     given = _given(arguments)

@@ -4,4 +4,4 @@ Must not import Ray, nor any operator.
 Start reading at `job`.
 """
 
-__all__ = ["forecast", "job", "options"]
+__all__ = ["explain", "forecast", "job", "options"]

@@ -1,4 +1,4 @@
-"""A job: dataset in, dataset out, or a forecast of it."""
+"""A job: dataset in, dataset out."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.begun_tokens import BegunTokens
-from llmbatch.jobs.command import Command, offered_of
+from llmbatch.jobs.command import Command
 from llmbatch.jobs.fingerprint import fingerprint
-from llmbatch.jobs.forecast import Forecast, compare, forecast_rows, spread_rows
+from llmbatch.jobs.forecast import compare
 from llmbatch.jobs.job_windows import JobWindows
-from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs, SearchArgs
+from llmbatch.jobs.options import JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import PriorAnswers
 from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
@@ -41,7 +41,6 @@ from llmbatch.openai.answers import FORMS
 from llmbatch.remote.opening import open_worker
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals
-from llmbatch.simulation.search import MOST_SIMULATED
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 
@@ -296,34 +295,3 @@ def _order_gain(worker: TableWorker, window: Window, answers: list[pa.RecordBatc
     lengths = lengths[window.rows[window.bounds[:-1]]]
     buys = compare(requests, np.maximum(lengths, 1), worker.pool, worker.cost, worker.scheduling)
     return None if buys is None else buys.input_order_seconds / buys.seconds
-
-
-def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
-    """Forecast what `run` would do with these inputs and options, without loading weights or running the model.
-
-    Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so. With `beside`,
-    endpoints of llmbatch forecast, each beside the guests that it has had in the last hour. With `search` the best
-    split of `devices` is found by the clock: how many share the model, how many copies run, and where weights and KV
-    lie if the memory of their `device_host` is said.
-
-    Raises `InputError` like `run`.
-
-    >>> forecast = llmbatch.explain("questions.parquet", model="Qwen/Qwen3-0.6B", prompt="question", chat=True)
-    >>> forecast.rows, forecast.binding
-    (2, 'memory')
-    """
-    check_names(options, ExplainArgs.__annotations__)
-    given: dict[str, Any] = {**options}
-    offered = offered_of(**{name: given.pop(name) for name in SearchArgs.__annotations__ if name in given})
-    command = Command.read(inputs, given)
-    built, source = command.options, command.source
-    worker = open_worker(built)
-    worker.check(source.schema)
-    rows = source.num_rows
-    most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)
-    table = source.read() if rows <= most else spread_rows(source, min(most, MOST_SIMULATED))
-    found = forecast_rows(worker, table, offered, times=1.0 if rows <= most else rows / max(1, table.num_rows))
-    return found if rows <= most else found.scaled(rows)
-
-
-explain.__module__ = "llmbatch"  # which it is imported from
