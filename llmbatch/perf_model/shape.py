@@ -5,7 +5,7 @@ Configs are read duck-typed, since model families name and omit fields as they l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
@@ -14,12 +14,13 @@ from llmbatch.errors import ModelError, ParameterError
 
 # Decoder families whose feed-forward has two matrices, not the gated three.
 UNGATED: Final = frozenset(
-    {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"}
+    {"apertus", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"}
 )
 
 # Names of a field in one family's configs and another's.
 _HIDDEN: Final = ("hidden_size", "n_embd")
 _LAYERS: Final = ("num_hidden_layers", "n_layer")
+_BY_LAYER: Final = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may be lists
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -34,6 +35,9 @@ def read_field(config: object, *names: str, default: Any = None) -> Any:
 
 def count_sparse_layers(config: object, layers: int) -> int:
     """Count how many layers route to experts."""
+    routing = read_field(config, "moe_layers")  # Llama 4 lists them
+    if routing is not None:
+        return len(routing)
     dense = set(read_field(config, "mlp_only_layers", default=()))
     dense.update(range(int(read_field(config, "first_k_dense_replace", default=0))))
     every = int(read_field(config, "decoder_sparse_step", default=1))
@@ -84,16 +88,17 @@ class ModelShape:
         """
         text = getattr(config, "text_config", None) or config
         hidden, layers, vocabulary = _need(text, *_HIDDEN), _need(text, *_LAYERS), _need(text, "vocab_size")
-        attention, width, kv_width = _count_attention(text)
-        sparse, dense, routed = _count_feed_forward(text)
+        each = configs_of_layers(text)
+        attention, width, kv_width = (_mean(numbers) for numbers in zip(*map(_count_attention, each), strict=True))
+        sparse, dense, routed = (_mean(numbers) for numbers in zip(*map(_count_feed_forward, each), strict=True))
         experts = int(read_field(text, *_EXPERTS, default=0))
         routing = count_sparse_layers(text, layers) if experts else 0
         chosen = _need(text, "num_experts_per_tok", "top_k_experts") if experts else 0
         apart = routing * experts * routed  # in experts
         always = layers * attention + (layers - routing) * dense + routing * sparse
         embedding = vocabulary * hidden
-        whole_tied = read_field(config, "tie_word_embeddings", default=True)
-        tied = bool(read_field(text, "tie_word_embeddings", default=whole_tied))
+        text_tied = read_field(text, "tie_word_embeddings", default=True)
+        tied = bool(read_field(config, "tie_word_embeddings", default=text_tied))  # that of all decides, where both say
         rest = embedding * (1 if tied else 2) + (2 * layers + 1) * hidden
         size = layer_bytes or dtype_bytes
         return cls(
@@ -112,6 +117,30 @@ class ModelShape:
             bytes_around=rest * dtype_bytes,
             head_bytes=embedding * dtype_bytes,
         )
+
+
+def configs_of_layers(config: Any) -> list[_Layer]:
+    """List the config of each layer: transformers keeps one for each, or lists in one, where layers differ."""
+    layers = _need(config, *_LAYERS)
+    own = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * layers
+    return [_Layer(each, number) for number, each in enumerate(own)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's own config: where the model's has a list with an element a layer, it has the layer's."""
+
+    config: object
+    number: int
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.config, name)
+        return value[self.number] if isinstance(value, list | tuple) and name in _BY_LAYER else value
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    """Return the mean over layers, which is exact where they are alike."""
+    return numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers)
 
 
 def _need(config: object, *names: str) -> int:
@@ -145,8 +174,10 @@ def _count_feed_forward(config: object) -> tuple[int, int, int]:
     matrices = 2 if read_field(config, "model_type", default="") in UNGATED else 3
     inner = int(read_field(config, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden))
     expert = matrices * hidden * int(read_field(config, "moe_intermediate_size", default=inner))
+    inner = int(read_field(config, "intermediate_size_mlp", default=inner))  # Llama 4: of layers that do not route
     shared = matrices * hidden * int(read_field(config, "shared_expert_intermediate_size", default=0))
-    shared += expert * int(read_field(config, "n_shared_experts", default=0))
+    always = 1 if read_field(config, "moe_layers") is not None else 0  # Llama 4 shares one expert, and does not say so
+    shared += expert * int(read_field(config, "n_shared_experts", default=always))
     router = hidden * int(read_field(config, *_EXPERTS, default=0))
     return shared + router, matrices * hidden * inner, expert
 

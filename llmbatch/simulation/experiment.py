@@ -8,10 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
-import pyarrow.parquet as pq
-
-from llmbatch.arguments import Paths, check_names, path, paths_of
-from llmbatch.errors import ModelError, ParameterError
+from llmbatch.arguments import Paths, check_names, paths_of
+from llmbatch.errors import ModelError
 from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import SHAPES, ModelShape, find_shape
@@ -21,6 +19,7 @@ from llmbatch.simulation.mixes import parse_mix
 from llmbatch.simulation.options import MIX_REQUESTS, SimulationArgs, SimulationOptions
 from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import MAX_RUNNING, Simulation, SimulationReport, pool_of
+from llmbatch.simulation.table_files import TableFiles
 from llmbatch.simulation.traces import Trace, put_together, read_traces
 
 
@@ -95,24 +94,14 @@ def simulate(traces: Paths, **options: Unpack[SimulationArgs]) -> SimulationRepo
     """
     check_names(options, SimulationArgs.__annotations__)
     rest: dict[str, Any] = {**options}
-    outputs = {name: rest.pop(name, None) for name in ("steps_out", "requests_out")}
-    files = {name: output_file(name, value) for name, value in outputs.items() if value is not None}
-    simulation = Experiment(traces=paths_of(traces, name="traces"), **rest).run()
-    tables = {"steps_out": simulation.steps_table, "requests_out": simulation.requests_table}
-    for name, file in files.items():
-        pq.write_table(tables[name](), file)
+    inputs = paths_of(traces, name="traces")
+    files = TableFiles.take(rest, inputs)
+    simulation = Experiment(traces=inputs, **rest).run()
+    files.write({"steps_out": simulation.steps_table, "requests_out": simulation.requests_table})
     return simulation.report
 
 
 simulate.__module__ = "llmbatch"  # which it is imported from
-
-
-def output_file(name: str, value: object) -> Path:
-    """Return the path of a file that is to be written. Raises ParameterError where its folder is missing."""
-    file = Path(path(name, value)).expanduser()
-    if not file.absolute().parent.is_dir():
-        raise ParameterError(f"the folder of {str(value)!r} must exist: create it first", option=name, value=value)
-    return file
 
 
 def read_shape(name: str) -> ModelShape:

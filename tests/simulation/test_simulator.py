@@ -192,7 +192,7 @@ def test_json_is_all_that_standard_output_holds(trace: str, tmp_path: Path, capf
         (["--overlap-exponent", "0.5"], "overlap_exponent must be at least 1"),
         (["--sample-fraction", "0"], "sample_fraction must lie in (0, 1], got 0.0"),
         (["--kv-memory", "10"], "kv_memory must hold at least one page"),
-        (["--steps-out", "nowhere/steps.parquet"], "the folder of 'nowhere/steps.parquet' must exist"),
+        (["--steps-out", "nowhere/steps.parquet"], "steps_out must lie in a folder that is there (create it first)"),
     ],
 )
 def test_a_wrong_command_gets_one_sentence_and_status_2(

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from llmbatch.arguments import refusal
 from llmbatch.engine.model.refusals import ANOTHER_ENGINE, unsupported
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.perf_model.shape import read_field
+from llmbatch.perf_model.shape import configs_of_layers, read_field
 
 _LINEAR: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
@@ -65,8 +65,8 @@ class SplitPlan:
         """Read the plan of a model whose modules are still transformers' own. Raises ModelError."""
         plan = cls()
         for name, part, style in _styles(module):
-            is_known = plan._take_tensor(name, part, style) if isinstance(part, nn.Parameter) else False
-            if not is_known and not plan._take_module(name, part, style):
+            take = plan._take_tensor if isinstance(part, nn.Parameter) else plan._take_module
+            if not take(name, part, style):
                 raise _refused(folder, f"{name.rsplit('.', 1)[-1]} that transformers splits as {style}")
         if not any(name.endswith("o_proj") for name in plan.sums) or not plan.embedding or not plan.head:
             raise _refused(folder, "layers that transformers has no plan for")
@@ -79,7 +79,7 @@ class SplitPlan:
             self.once.append(name)
         elif style in dims:
             self.cuts.append(Cut(name, dims[style], 2 if style == "packed_colwise" else 1))
-        return style == _ONCE or style in dims
+        return style in (_ONCE, _WHOLE) or style in dims
 
     def _take_module(self, name: str, part: Any, style: str) -> bool:
         """Take note of a module; tells whether its style is known."""
@@ -106,16 +106,10 @@ class SplitPlan:
 
 def check_heads(folder: str, config: PretrainedConfig, ranks: int) -> None:
     """Check by a config that heads and inner widths are whole multiples of the ranks. Raises ParameterError."""
-    heads = read_field(config, "num_attention_heads", "n_head")
-    counts = {
-        "query heads": heads,
-        "KV heads": read_field(config, "num_key_value_heads") or heads,
-        "elements of an MLP": read_field(config, "intermediate_size"),
-        "elements of an expert": read_field(config, "moe_intermediate_size"),
-    }
-    known = [count for count in counts.values() if count]
-    for what, count in counts.items():
-        if count and count % ranks:
+    counts = dict.fromkeys(count for layer in configs_of_layers(config) for count in _counts(layer))
+    known = [count for _, count in counts]
+    for what, count in counts:
+        if count % ranks:
             fitting = [n for n in range(1, min(known) + 1) if all(one % n == 0 for one in known)]
             raise ParameterError(
                 f"tensor_parallel must divide the {count} {what} of model {folder!r}, got {ranks}: take "
@@ -123,6 +117,16 @@ def check_heads(folder: str, config: PretrainedConfig, ranks: int) -> None:
                 option="tensor_parallel",
                 value=ranks,
             )
+
+
+def _counts(layer: object) -> Iterator[tuple[str, int]]:
+    """List what of a layer is split evenly."""
+    heads = read_field(layer, "num_attention_heads", "n_head")
+    yield "query heads", heads
+    yield "KV heads", read_field(layer, "num_key_value_heads") or heads
+    for what, name in (("elements of an MLP", "intermediate_size"), ("elements of an expert", "moe_intermediate_size")):
+        if count := read_field(layer, name):
+            yield what, count
 
 
 def check_cores(ranks: int, cores: int) -> None:
@@ -142,5 +146,5 @@ def _styles(module: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _refused(folder: str, part: str) -> ModelError:
-    supported = "ranks split layers that are colwise and rowwise in transformers' plan"
+    supported = f"ranks split {', '.join(_LINEAR)} and experts, as transformers' plan says"
     return unsupported(folder, part, supported, f"leave out tensor_parallel (--tensor-parallel), or {ANOTHER_ENGINE}")

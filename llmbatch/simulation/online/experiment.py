@@ -9,13 +9,12 @@ from functools import cached_property
 from typing import Any, Unpack
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from llmbatch.arguments import Paths, check_names, path, paths_of, refusal
 from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool
-from llmbatch.simulation.experiment import output_file, read_shape
+from llmbatch.simulation.experiment import read_shape
 from llmbatch.simulation.online.bound import Bound, RequestWork
 from llmbatch.simulation.online.figures import OnlineReport, job_figures, online_figures
 from llmbatch.simulation.online.inputs import Arriving, job_of, online_requests
@@ -23,6 +22,7 @@ from llmbatch.simulation.online.options import OF_JOB, OnlineArgs, OnlineOptions
 from llmbatch.simulation.online.policies import RunLog, run_policy
 from llmbatch.simulation.online.tables import steps_table
 from llmbatch.simulation.simulator import pool_of
+from llmbatch.simulation.table_files import TableFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,9 @@ def simulate_online(online: str, **options: Unpack[OnlineArgs]) -> OnlineReport:
     """
     check_names(options, OnlineArgs.__annotations__)
     rest: dict[str, Any] = {**options}
-    outputs = {name: rest.pop(name, None) for name in ("steps_out", "requests_out")}
-    files = {name: output_file(name, value) for name, value in outputs.items() if value is not None}
     job: Paths | None = rest.pop("offline", None)
     offline = [] if job is None else paths_of(job, name="offline")
+    files = TableFiles.take(rest, [path("online", online), *offline])
     done = OnlineExperiment(online=path("online", online), offline=offline, **rest).run()
-    tables = {"steps_out": done.steps, "requests_out": done.requests}
-    for name, file in files.items():
-        pq.write_table(tables[name], file)
+    files.write({"steps_out": lambda: done.steps, "requests_out": lambda: done.requests})
     return done.report
