@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,6 +19,8 @@ from llmbatch.remote.retries import Patience
 _CONNECT: Final = 10.0  # seconds that a connection may take; an answer may take any time
 _ALIVE: Final = 60  # seconds without a byte after which a connection is probed: a machine may be gone
 _POOLS: Final = 16  # of connections: a pool looks at all of its connections whenever a request begins or ends
+
+_log = logging.getLogger(__name__)
 
 S = TypeVar("S")  # what is sent
 R = TypeVar("R")  # what is told of it
@@ -41,7 +44,11 @@ class _PooledTransport(httpx.AsyncBaseTransport):
 
 
 class Unreachable(Exception):
-    """An endpoint did not answer, as often as it was tried."""
+    """An endpoint did not answer, as often as it was tried. `for_now`: others are to answer what it has meanwhile."""
+
+    def __init__(self, reason: str, *, for_now: bool = False) -> None:
+        super().__init__(reason)
+        self.for_now = for_now
 
 
 class RemoteEndpoint(ABC, Generic[S, R]):
@@ -52,6 +59,10 @@ class RemoteEndpoint(ABC, Generic[S, R]):
         self.concurrency = concurrency
         self.in_flight = 0
         self.lost: Unreachable | None = None  # why it is asked nothing more
+        self.has_others = False  # which could answer what it has
+        self.rests = 0  # times that it was left alone for a while since it last answered
+        self.is_resting = False
+        self._failed = False
         self.held: deque[S] = deque()  # what is its own to be sent next
         self._client = _client(url, key)
 
@@ -64,6 +75,22 @@ class RemoteEndpoint(ABC, Generic[S, R]):
 
         What is sent again, here or elsewhere, is what was not told.
         """
+
+    def failed(self, reason: str) -> None:
+        """Say that it does not answer, once."""
+        if not self._failed:
+            _log.warning("the endpoint %s does not answer: %s; it is tried again", self.url, reason)
+        self._failed = True
+
+    def answered(self) -> None:
+        """Take note that it answers."""
+        if self._failed:
+            _log.warning("the endpoint %s answers again", self.url)
+        self._failed, self.rests = False, 0
+
+    def gives_back(self, unreached: int, patience: Patience) -> bool:
+        """Tell whether others are to get what it has, after so many connections in a row that failed."""
+        return self.has_others and unreached >= (1 if self.rests else patience.connect_tries)
 
     async def close(self) -> None:
         """Close its connections."""

@@ -3,8 +3,9 @@
 The thread that runs a job's windows writes answers to disks, which may take a while. So requests are sent by another
 one, with an event loop. Requests stand in one line, in the order of their prompts. An endpoint takes the next ones from
 it, a few neighbours at a time, whenever it may have more: so endpoints share a job by how fast they are, and neighbours
-mostly meet at one endpoint, which has their common beginning. An endpoint that is gone gives its requests back, if
-there is another one.
+mostly meet at one endpoint, which has their common beginning. An endpoint that cannot be reached gives its requests
+back after a few tries, if there is another one. It is left alone for a while then, and asked for one request at a time
+until it answers again, or is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Generic
 
@@ -35,6 +37,8 @@ class Exchange(Generic[S, R]):
     def __init__(self, endpoints: Sequence[RemoteEndpoint[S, R]], patience: Patience) -> None:
         self.pending = 0  # requests that were put and have not ended
         self._endpoints, self._patience = endpoints, patience
+        for endpoint in endpoints:
+            endpoint.has_others = len(endpoints) > 1
         self._line: deque[S] = deque()
         self._received: queue.SimpleQueue[tuple[S, R] | _Ended | BaseException] = queue.SimpleQueue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -123,8 +127,10 @@ class Exchange(Generic[S, R]):
 
     def _fill(self) -> None:
         """Let every endpoint have as many requests as it may."""
-        for endpoint in self._endpoints:
-            while self._sends and endpoint.lost is None and endpoint.in_flight < endpoint.concurrency.limit:
+        for endpoint in sorted(self._endpoints, key=lambda one: one.rests):  # those first that answer
+            if endpoint.lost is not None or endpoint.is_resting:
+                continue
+            while self._sends and endpoint.in_flight < (1 if endpoint.rests else endpoint.concurrency.limit):
                 if not endpoint.held:
                     self._hold(endpoint)
                 if not endpoint.held:
@@ -144,24 +150,42 @@ class Exchange(Generic[S, R]):
 
     async def _answer(self, endpoint: RemoteEndpoint[S, R], sent: S) -> None:
         try:
-            await endpoint.answer(sent, self._patience, self._tell)
+            await endpoint.answer(sent, self._patience, partial(self._tell, endpoint))
             self._received.put(_Ended())
         except Unreachable as error:
-            self._lose(endpoint, sent, error)
+            self._give_back(endpoint, sent, error)
         except Exception as error:
             self._received.put(error)
         finally:
             endpoint.in_flight -= 1
         self._fill()
 
-    def _tell(self, sent: S, told: R) -> None:
+    def _tell(self, endpoint: RemoteEndpoint[S, R], sent: S, told: R) -> None:
+        endpoint.answered()
         self._received.put((sent, told))
 
-    def _lose(self, endpoint: RemoteEndpoint[S, R], sent: S, error: Unreachable) -> None:
-        """Ask an endpoint nothing more; the others answer what it was to."""
-        endpoint.lost = endpoint.lost or error
-        if all(one.lost for one in self._endpoints):
-            self._received.put(unreachable(endpoint.url, error))
+    def _give_back(self, endpoint: RemoteEndpoint[S, R], sent: S, error: Unreachable) -> None:
+        """Ask an endpoint nothing for a while, or nothing more; the others answer what it was to."""
+        if not (error.for_now and self._rest(endpoint)):
+            endpoint.lost = endpoint.lost or error
+            if all(one.lost for one in self._endpoints):
+                self._received.put(unreachable(endpoint.url, error))
         self._sent -= 1
         self._line.extendleft((sent, *reversed(endpoint.held)))
         endpoint.held.clear()
+
+    def _rest(self, endpoint: RemoteEndpoint[S, R]) -> bool:
+        """Leave an endpoint alone for longer and longer; tells False where it has been tried often enough."""
+        if endpoint.is_resting:
+            return True
+        tries = self._patience.connect_tries + endpoint.rests
+        if tries >= self._patience.tries:
+            return False
+        endpoint.rests += 1
+        endpoint.is_resting = True
+        self._loop.call_later(self._patience.wait(tries, None), self._wake, endpoint)
+        return True
+
+    def _wake(self, endpoint: RemoteEndpoint[S, R]) -> None:
+        endpoint.is_resting = False
+        self._fill()

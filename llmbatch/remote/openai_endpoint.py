@@ -66,7 +66,7 @@ class OpenAIEndpoint(RemoteEndpoint[SentRequest, RequestAnswer]):
             return failed(RowError("parameters", f"{name} must {UNTOLD}"), 0)
         body = body_of(sent.window.requests, sent.index, self._model)
         data = json.dumps(body.fields, ensure_ascii=False).encode()
-        of_row = of_endpoint = attempts = 0
+        of_row = of_endpoint = unreached = attempts = 0
         replies = self._replies
         while True:
             attempts += 1
@@ -81,8 +81,13 @@ class OpenAIEndpoint(RemoteEndpoint[SentRequest, RequestAnswer]):
             else:
                 of_endpoint = of_endpoint + 1 if self._replies == replies else 1  # others may be answered meanwhile
                 replies = self._replies
+                unreached = unreached + 1 if got.is_unreached else 0
+                if unreached:
+                    self.failed(got.reason)
                 if self.lost is not None or of_endpoint >= patience.tries:
                     raise Unreachable(f"{got.reason}, {of_endpoint} times in a row")
+                if self.gives_back(unreached, patience):
+                    raise Unreachable(got.reason, for_now=True)
                 self.concurrency.refused()
             await asyncio.sleep(patience.wait(of_row + of_endpoint, got.after))
 
@@ -98,7 +103,7 @@ class OpenAIEndpoint(RemoteEndpoint[SentRequest, RequestAnswer]):
             )
             return failed(RowError("timeout", message), attempts)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            return TryAgain(f"it cannot be reached ({reason_of(error)})", of_row=False)
+            return TryAgain(f"it cannot be reached ({reason_of(error)})", of_row=False, is_unreached=True)
         except httpx.DecodingError as error:
             return TryAgain(f"its reply cannot be decompressed ({reason_of(error)})", of_row=True)
         except httpx.TransportError as error:

@@ -29,6 +29,7 @@ class TryAgain:
     reason: str
     of_row: bool  # whether the row may be the cause; else the endpoint is, and other rows would get the same
     after: float | None = None  # seconds to wait, where the endpoint says so
+    is_unreached: bool = False  # no connection was made
 
 
 def read_reply(

@@ -18,6 +18,7 @@ class Patience:
     most: float = 60.0
     tries: int = 16  # of an endpoint that does not answer, or has no time, one after the other
     row_tries: int = 4  # of a row of which the endpoint breaks
+    connect_tries: int = 3  # of an endpoint that cannot be reached, before others get what it has
 
     def wait(self, times: int, told: float | None) -> float:
         """Return the seconds to wait after so many failed tries, at least one; `told` is what the endpoint says.

@@ -62,21 +62,26 @@ class WindowEndpoint(RemoteEndpoint[Piece, PlannedRows | pa.RecordBatch]):
         self, sent: Piece, patience: Patience, tell: Callable[[Piece, PlannedRows | pa.RecordBatch], None]
     ) -> None:
         """Have rows answered; after a break only those are sent again that have no answer."""
-        tries = 0
+        tries = unreached = 0
         while len(sent.rows):
             before, after = len(sent.rows), None
+            unreached += 1
             try:
                 await self._ask(sent, tell)
                 continue
             except _Broken as error:
-                reason, after = str(error), error.after
+                reason, after, unreached = str(error), error.after, 0
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 reason = f"it cannot be reached ({reason_of(error)})"
             except httpx.RequestError as error:
-                reason = f"it hung up ({reason_of(error)})"
+                reason, unreached = f"it hung up ({reason_of(error)})", 0
             tries = tries + 1 if len(sent.rows) == before else 1
+            if unreached:
+                self.failed(reason)
             if self.lost is not None or tries >= patience.tries:
                 raise Unreachable(f"{reason}, {tries} times in a row")
+            if self.gives_back(unreached, patience):
+                raise Unreachable(reason, for_now=True)
             await asyncio.sleep(patience.wait(tries, after))
 
     async def _ask(self, sent: Piece, tell: Callable[[Piece, PlannedRows | pa.RecordBatch], None]) -> None:
