@@ -10,7 +10,9 @@ import atexit
 import contextlib
 import gc
 import os
+import signal
 import sys
+from functools import partial
 from typing import Final, NoReturn
 
 from llmbatch.system.tuning import tune_process
@@ -28,13 +30,19 @@ def command() -> NoReturn:
         from llmbatch.cli.main import main
 
         status = main()
-    except KeyboardInterrupt:  # that came before `main` could hear it
-        sys.stderr.write("llmbatch: interrupted before anything was begun\n")
+    except KeyboardInterrupt:  # that came before `main` could hear it, or when all was said
+        sys.stderr.write("llmbatch: interrupted\n")
         status = 130
+    for number, ended in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):  # exit handlers are not to print tracebacks
+        signal.signal(number, partial(_end, status or ended))
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
+    os._exit(status)
+
+
+def _end(status: int, *_: object) -> None:
     os._exit(status)
 
 

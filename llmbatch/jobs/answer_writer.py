@@ -6,11 +6,10 @@ that is slow, or away for a while, holds up no engine. What it could not write i
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +34,8 @@ from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 
 _BEHIND = 64  # writes that may wait before the engine does
+_LOOK = 0.5  # seconds between two looks at whether the job is to end, while it does
+_LAST = 5.0  # seconds that the last writes of a job that was asked to end may wait for a store
 _LOCK_SECONDS = 5.0  # between two looks whether the lock is still ours
 
 
@@ -148,7 +149,10 @@ class AnswerWriter(AnswerSink):
     def after_step(self) -> None:
         """Raise what could not be written, and `Stop` where the job was asked to end."""
         while self._writing and (self._writing[0].done() or len(self._writing) > _BEHIND):
-            self._writing.popleft().result()
+            if wait((self._writing[0],), _LOOK).done:
+                self._writing.popleft().result()
+            elif self._stopping.deadline is not None:
+                break
         if self._stopping.deadline is not None:
             raise Stop(self._stopping.deadline)
         if time.monotonic() - self._looked >= _LOCK_SECONDS:
@@ -168,10 +172,18 @@ class AnswerWriter(AnswerSink):
         for state in self._open.values():
             state.journal.close()
 
-    def abandon(self) -> None:
-        """Wait until what can be written is; for when the job ends for another reason."""
-        with contextlib.suppress(StorageError):
+    def abandon(self) -> StorageError | None:
+        """Wait until what can be written is, for when the job ends early; returns why not all could be.
+
+        A job that was asked to end waits no minute for a store that is away.
+        """
+        if self._stopping.deadline is not None:
+            self._output.work.patience.cut(_LAST)
+        try:
             self.close()
+        except StorageError as error:
+            return error
+        return None
 
     def _count(self, rows: int, tokens: int, errors: int) -> None:
         self.rows += rows

@@ -221,11 +221,7 @@ class _Job:
             totals = self._worker.stream(windows, writer, goes_on=goes_on)
             writer.finish()
         except Stop:
-            writer.close()
-            raise JobStopped(
-                f"the job was asked to end: {writer.rows:,} of {state.rows:,} rows are answered and kept in "
-                f"{output.work.url}, and the same command goes on"
-            ) from None
+            raise self._stopped(writer, state, writer.abandon()) from None
         except BaseException:
             writer.abandon()
             raise
@@ -253,6 +249,18 @@ class _Job:
             }
         output.commit(parts, manifest, rows=state.rows)
         return report
+
+    def _stopped(self, writer: AnswerWriter, state: JobState, unwritten: StorageError | None) -> JobStopped:
+        """Say what is kept of a job that was asked to end."""
+        if unwritten is not None:
+            return JobStopped(
+                f"the job was asked to end, and its last answers could not be written ({unwritten}): the same command "
+                "goes on with those before"
+            )
+        return JobStopped(
+            f"the job was asked to end: {writer.rows:,} of {state.rows:,} rows are answered and kept in "
+            f"{self._output.work.url}, and the same command goes on"
+        )
 
     def _resume_windows(
         self, writer: AnswerWriter, state: JobState, older: PriorAnswers, unfinished: BegunTokens

@@ -27,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from llmbatch.errors import DataError
 from llmbatch.storage.local import UNFINISHED, NewFile, make_folder, sync_folder
-from llmbatch.storage.retries import is_container_missing, is_taken, persist, refusing
+from llmbatch.storage.retries import RetryTime, is_container_missing, is_taken, persist, refusing
 
 _BUFFER = 1 << 20  # bytes that are read or written at once
 # Other writers' files are to be seen at once. On S3, botocore and s3fs would each try again as well, for longer than
@@ -47,7 +47,7 @@ class Location:
     local: bool  # it renames, holds and appends
     filesystem: fsspec.AbstractFileSystem
     root: str  # its path on that file system
-    patience: float  # seconds for which a request that fails is tried again
+    patience: RetryTime  # with which a request that fails is tried again; its folders share it
 
     @classmethod
     def at(cls, url: str, storage_options: Mapping[str, Any] | None = None, *, patience: float = 60.0) -> Location:
@@ -68,7 +68,7 @@ class Location:
         if _DEFAULTS.get(scheme) is _S3:
             filesystem.retries = 1
         local = isinstance(filesystem, LocalFileSystem)
-        return cls(scheme + separator + (path.rstrip("/") or path[:1]), local, filesystem, root, patience)
+        return cls(scheme + separator + (path.rstrip("/") or path[:1]), local, filesystem, root, RetryTime(patience))
 
     def child(self, name: str) -> Location:
         """Return the folder `name` in this one."""

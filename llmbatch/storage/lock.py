@@ -39,6 +39,7 @@ _BACK_OFF: Final = 0.05  # seconds, at most, until one that met another contende
 _DIGITS: Final = 10  # of a count, at most
 
 _NAME = re.compile(r"lock-(\d{6,12})-([0-9a-f]{32})")
+_GIVEN_UP: set[str] = set()  # tokens of locks that this process released, also where the store could not be told
 _log = logging.getLogger("llmbatch")
 
 
@@ -163,6 +164,7 @@ class Lock:
             return
         self._released.set()
         self._thread.join()
+        _GIVEN_UP.add(self._owner.token)
         try:
             # Of a lock that was taken over only one's own file is left, and the dead are the other's to bury.
             if self._name in _locks(self._place):
@@ -230,7 +232,8 @@ def _are_free(place: Location, names: Sequence[str], what: str) -> bool:
         if owner is None:
             return False
         held = is_held(place.path(name)) if place.local else None
-        if owner.is_gone or (held is False and owner.machine.split()[0] == _machine().split()[0]):  # one kernel knows
+        is_unheld = held is False and owner.machine.split()[0] == _machine().split()[0]  # one kernel knows
+        if owner.is_gone or is_unheld or owner.token in _GIVEN_UP:
             continue
         if held or owner.is_here:
             raise _refusal(owner, what)

@@ -73,22 +73,33 @@ def refusing(what: str, done: str) -> Iterator[None]:
         raise refusal(what, done, error) from error
 
 
-def persist(what: str, done: str, attempt: Callable[[], _T], patience: float) -> _T:
-    """Send a request to an object store, and repeat it for `patience` seconds while its error is transient.
+class RetryTime:
+    """For how many seconds a request that fails is tried again. It can be cut, also while one is."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def cut(self, seconds: float) -> None:
+        """Try no longer than so many seconds from now on."""
+        self.seconds = min(self.seconds, seconds)
+
+
+def persist(what: str, done: str, attempt: Callable[[], _T], patience: RetryTime) -> _T:
+    """Send a request to an object store, and repeat it with `patience` while its error is transient.
 
     Raises the `refusal` of the last error. Any exception counts: the packages of stores raise whatever they like.
     """
-    end = time.monotonic() + patience
+    begun = time.monotonic()
     wait = _FIRST_WAIT
     while True:
         try:
             return attempt()
         except Exception as error:
-            left = end - time.monotonic()
+            left = begun + patience.seconds - time.monotonic()
             if not is_passing(error) or left <= 0.0:
                 raise refusal(what, done, error) from error
             if wait == _FIRST_WAIT:
-                _log.warning("%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), patience)
+                _log.warning("%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), patience.seconds)
         pause = wait * random.uniform(0.5, 1.0)  # or all that a store turned away would come back at once
         time.sleep(min(pause, left))
         wait = min(2 * wait, _LONGEST_WAIT)

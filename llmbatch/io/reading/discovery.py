@@ -20,7 +20,7 @@ from llmbatch.errors import DataError, StorageError
 from llmbatch.io.reading.hive import FolderValues, folder_values
 from llmbatch.io.reading.links import find, glob, local_info
 from llmbatch.storage.location import Location
-from llmbatch.storage.retries import is_container_missing, persist
+from llmbatch.storage.retries import RetryTime, is_container_missing, persist
 
 _FORMATS = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -197,7 +197,7 @@ def _info(filesystem: fsspec.AbstractFileSystem, path: str, local: bool) -> Mapp
 
 def _ask(what: str, done: str, attempt: Callable[[], _T]) -> _T:
     try:
-        return persist(what, done, attempt, _PATIENCE)
+        return persist(what, done, attempt, RetryTime(_PATIENCE))
     except StorageError as error:
         raise DataError(str(error)) from error
 

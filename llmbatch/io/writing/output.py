@@ -153,8 +153,13 @@ class Output:
             yield lock
             if all(name.startswith("lock-") for name in self.work.names()):
                 self.work.sweep()
-        finally:
+        except BaseException:
+            with contextlib.suppress(StorageError):  # what ended the job is told, and not that
+                lock.release()
+            raise
+        else:
             lock.release()
+        finally:
             self.work.leave()
 
     def begin(self) -> None:
