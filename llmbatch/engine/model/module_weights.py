@@ -18,6 +18,7 @@ from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.platform import Platform, Streaming
 from llmbatch.engine.model.quantised.weight_files import open_weights
+from llmbatch.engine.weights.mapped import unreadable
 from llmbatch.errors import ModelError
 
 # Has transformers say which weights it found, in place of a warning and random numbers.
@@ -57,10 +58,7 @@ def read_module(
     except ModelError:
         raise
     except SafetensorError as error:
-        raise ModelError(
-            f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
-            f"({error}): copy or download it again"
-        ) from error
+        raise unreadable(folder, error) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
 

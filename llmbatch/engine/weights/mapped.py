@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from llmbatch.engine.weights.block_file import writing_to
 from llmbatch.errors import ModelError
@@ -29,13 +29,21 @@ _ROLES: Final = {name: role for names in _PARTS for role, name in enumerate(name
 Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gate, up [inner, hidden], and down [hidden, inner]
 
 
+def unreadable(folder: str, error: SafetensorError) -> ModelError:
+    """Make the error of a model whose files are cut, or hold something else."""
+    return ModelError(
+        f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
+        f"({error}): copy or download it again"
+    )
+
+
 class MappedWeights:
     """The weights in a folder, in the type that is computed in."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, scratch: Path) -> None:
         """Open the files. What must be converted is written to a file in `scratch`, which has no name there.
 
-        Raises ModelError where the folder has no .safetensors files.
+        Raises ModelError where the folder has no .safetensors files, or one that cannot be read.
         """
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -47,7 +55,10 @@ class MappedWeights:
         self._experts: dict[int, dict[tuple[int, int], torch.Tensor]] = {}  # by layer; by expert and role
         self.tensors: dict[str, torch.Tensor] = {}  # by the names of files; experts joined, as zeros
         for file in files:
-            self._open(file)
+            try:
+                self._open(file)
+            except SafetensorError as error:
+                raise unreadable(str(folder), error) from error
 
     @property
     def has_experts(self) -> bool:

@@ -89,12 +89,14 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
                 value=given,
             )
         return None
+    least = least_memory(shape, is_host=is_host)
+    if given is not None and is_host:
+        given = min(given, max(int(whole), least))  # more is not needed, and left to keys and values
     pages = config.kv_memory if config.kv == "device" else None  # bytes beside the weights; None: as they are left
     alone = rules.fits * free if given is None else given  # whatever KV takes
     most = min(alone, free - (pages or 0)) if given is None else given
     if config.weights == "auto" and (whole <= most or config.load_format == "dummy"):
         return None
-    least = least_memory(shape, is_host=is_host)
     # A processor needs memory beside weights and KV: for what is converted, packed and kept of files.
     share = rules.share * free if is_host or pages is None else most
     if config.kv == "host":

@@ -44,6 +44,10 @@ def test_disk_is_taken_at_its_word() -> None:
     assert decide(weights="disk") == 32_000_000_000
 
 
+def test_weights_take_no_more_than_they_need_of_what_they_may_take() -> None:
+    assert decide(weights="disk", weights_memory=10**17) == DENSE.weight_bytes
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
