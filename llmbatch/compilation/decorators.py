@@ -132,13 +132,18 @@ def kept() -> bool:
         new = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logging.getLogger("llmbatch").warning("compiled code cannot be kept, every job compiles it anew: %s", error)
+        _say_not_kept(str(error))
         return False
     with contextlib.suppress(OSError):  # of somebody else, perhaps
         os.utime(folder)  # it is used
     if new:
         _remove_unused(folder.parent)
     return True
+
+
+@cache
+def _say_not_kept(reason: str) -> None:
+    logging.getLogger("llmbatch").warning("compiled code cannot be kept, every job compiles it anew: %s", reason)
 
 
 def _remove_unused(root: Path) -> None:
@@ -180,3 +185,10 @@ class _Kept(CompileResultCacheImpl):
 
 class _Cache(FunctionCache):
     _impl_class = _Kept
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep compiled code, if the disk has room for it."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _say_not_kept(f"{code_folder()}: {error.strerror}")

@@ -1,8 +1,10 @@
-"""Compiled code that nobody uses is removed."""
+"""Compiled code is kept where there is room for it, and removed where nobody uses it."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from llmbatch.compilation import decorators
 from llmbatch.compilation.decorators import kept
+from tests.support.paths import ROOT
 
 DAY = 86_400.0
 
@@ -58,3 +61,34 @@ def test_a_process_makes_its_folder_again_that_was_removed(own: Path) -> None:
     locator = decorators._Locator(kept.__wrapped__, decorators.__file__)
     locator.ensure_cache_path()
     assert own.is_dir()
+
+
+SUMS = """
+from llmbatch.compilation.decorators import compiled
+
+@compiled
+def plus(a, b):
+    return a + b
+
+@compiled
+def minus(a, b):
+    return a - b
+"""
+FULL = """
+import resource
+import sums
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as where a disk is full, for this process alone
+print(sums.plus(3, 4), sums.minus(9, 4))
+"""
+
+
+def test_code_for_which_the_disk_has_no_room_is_compiled_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(SUMS)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "code"), "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "7 5\n"
+    assert done.stderr.startswith("compiled code cannot be kept, every job compiles it anew: ")
+    assert done.stderr.endswith(": File too large\n")
+    assert done.stderr.count("\n") == 1
