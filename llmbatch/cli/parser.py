@@ -67,6 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.help_command = f"{self.prog} --help"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -87,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
         return given, unknown
 
     def error(self, message: str) -> NoReturn:
-        raise ParameterError(f"{message} (see {self.prog} --help)")
+        raise ParameterError(f"{message} (see {self.help_command})")
 
 
 def _name(flag: str) -> str:
@@ -197,6 +198,7 @@ def _add_simulations(commands: Any, prog: str) -> None:
         description="Run online requests by the clock, a job beside them. Defaults are in brackets.",
         epilog=_EPILOG,
     )
+    online.help_command = f"{prog} simulate --online x --help"
     _add_online(online)
 
 

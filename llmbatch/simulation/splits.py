@@ -51,9 +51,10 @@ class Offer:
         for option, given in (("devices", devices), ("price", price)):
             if not isinstance(given, Mapping):
                 raise refusal(option, "be a mapping from names of devices", given)
+        price = {text("price", name).lower(): each for name, each in price.items()}
         devices = {name: whole(f"devices[{name!r}]", count, -INT64_MAX) for name, count in devices.items()}
         for name, value in price.items():
-            if name not in devices:
+            if name not in (text("devices", each).lower() for each in devices):
                 raise ParameterError(
                     f"price must be of devices that are offered, got {name!r}: name it in devices (--devices) too"
                 )
@@ -68,7 +69,7 @@ class Offer:
                     "part of the rows on a part of the devices"
                 )
         found = {name: find_hardware(text("devices", name), option="devices") for name in devices}
-        return tuple(cls(hardware, devices[name], price.get(name)) for name, hardware in found.items())
+        return tuple(cls(hardware, devices[name], price.get(name.lower())) for name, hardware in found.items())
 
 
 @dataclass(frozen=True, slots=True)

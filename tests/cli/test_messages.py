@@ -412,3 +412,17 @@ def test_an_error_of_the_input_is_one_sentence(
 
     monkeypatch.setattr("llmbatch.io.reading.dataset.Dataset.resolve", broken)
     check_refused(job, "a file is broken", capfd)
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["simulate", "x.parquet", "--requests", "some"], "llmbatch simulate --help"),
+        (["simulate", "--online", "x.parquet", "--tpot", "soon"], "llmbatch simulate --online x --help"),
+    ],
+)
+def test_a_value_that_is_wrong_points_to_the_help_that_lists_it(
+    words: list[str], where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capfd.readouterr().err.endswith(f" (see {where})\n")

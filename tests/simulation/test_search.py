@@ -186,6 +186,7 @@ def test_a_split_is_said_in_a_line() -> None:
         (["h100"], None, "devices must be a mapping from names of devices, got ['h100']"),
         ({"h100": 2.5}, None, "devices['h100'] must be a whole number, got 2.5"),
         ({8: 1}, None, "devices must be text, got 8"),
+        ({"h100": 1}, {7: 2.0}, "price must be text, got 7"),
         ({"h100": 1}, "h100=1", "price must be a mapping from names of devices, got 'h100=1'"),
         ({"h100": 1}, {"h100": "2"}, "price['h100'] must be a finite number, got '2'"),
         ({"h999": 1}, None, f"devices must be one of {', '.join(GPUS)}, got 'h999'"),
@@ -276,3 +277,8 @@ def test_devices_that_do_not_hold_two_layers_are_refused() -> None:
         "devices must hold the model, and none of those offered do: weights of 672.9 GB leave no room for "
         "KV in 48 GB of 2 x rtx-3090; offer more or larger ones"
     )
+
+
+def test_devices_and_their_prices_are_named_in_any_case() -> None:
+    [offer] = Offer.all_of({"H100": 2}, {"h100": 2.5})
+    assert (offer.hardware.name, offer.price) == ("h100", 2.5)

@@ -91,8 +91,8 @@ class OnlineArgs(TypedDict, total=False):
         Keyword("the job: traces, or a distribution of lengths (docs/simulate.md)", metavar="TRACE"),
     ]
     policy: Annotated[OnlinePolicy, Keyword("who is run when", _DEFAULT.policy)]
-    ttft: Annotated[float, Keyword("target of a first token in seconds", _DEFAULT.ttft, metavar="S")]
-    tpot: Annotated[float, Keyword("target between tokens in seconds", _DEFAULT.tpot, metavar="S")]
+    ttft: Annotated[float, Keyword("target of a first token", _DEFAULT.ttft, metavar="SECONDS")]
+    tpot: Annotated[float, Keyword("target between tokens", _DEFAULT.tpot, metavar="SECONDS")]
     rate: Annotated[float, Keyword("arrivals, times the trace's own", _DEFAULT.rate, metavar="X")]
     arrivals: Annotated[
         ArrivalKind, Keyword("when online requests arrive: as in the trace, or by chance", _DEFAULT.arrivals)
@@ -103,7 +103,7 @@ class OnlineArgs(TypedDict, total=False):
     ]
     duration: Annotated[
         float | None,
-        Keyword("seconds in which online requests arrive and the job counts", means="all, to the end", metavar="S"),
+        Keyword("time in which online requests arrive and the job counts", means="all, to the end", metavar="SECONDS"),
     ]
     mix: Annotated[str | None, Keyword("draw the job: table2-1 to table2-4, wide-1, or DENSITY,SHARING", metavar="MIX")]
     requests: Annotated[
