@@ -35,7 +35,6 @@ from llmbatch.storage.lock import Lock
 
 _BEHIND = 64  # writes that may wait before the engine does
 _LOOK = 0.5  # seconds between two looks at whether the job is to end, while it does
-_LAST = 5.0  # seconds that the last writes of a job that was asked to end may wait for a store
 _LOCK_SECONDS = 5.0  # between two looks whether the lock is still ours
 
 
@@ -173,12 +172,7 @@ class AnswerWriter(AnswerSink):
             state.journal.close()
 
     def abandon(self) -> StorageError | None:
-        """Wait until what can be written is, for when the job ends early; returns why not all could be.
-
-        A job that was asked to end waits no minute for a store that is away.
-        """
-        if self._stopping.deadline is not None:
-            self._output.work.patience.cut(_LAST)
+        """Wait until what can be written is, for when the job ends early; returns why not all could be."""
         try:
             self.close()
         except StorageError as error:

@@ -44,6 +44,7 @@ from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 
+_LAST = 5.0  # seconds that a job which was asked to end waits for a store that is away, when no row is in flight
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 
 
@@ -196,6 +197,7 @@ class _Job:
 
     def _answer(self, resume: Resume, lock: Lock, begun: float, *, goes_on: bool) -> Report:
         output, state = self._output, resume.state
+        self._stopping.when_asked(lambda seconds: output.work.patience.cut(seconds + _LAST))
         output.begin()
         state.write(output.work)
         older = PriorAnswers.index(resume.sources, without_errors=state.without_errors)

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from llmbatch.arguments import finite, refusal
 from llmbatch.errors import ParameterError, StoppedEarly
@@ -24,6 +24,7 @@ class StopRequest:
             raise ParameterError(f"grace must be at least 0 seconds, got {self.grace:g}")
         self.deadline: float | None = None  # by `time.monotonic`
         self.at_once = True  # the job is still being made ready: nothing is in flight that could end
+        self._told: list[Callable[[float], None]] = []
 
     @classmethod
     def of(cls, given: StopRequest | None) -> StopRequest:
@@ -35,11 +36,22 @@ class StopRequest:
     def ask(self) -> None:
         """Ask the job to end."""
         if self.deadline is None:
-            self.deadline = time.monotonic() + self.grace
+            self._ask(self.grace)
 
     def end_now(self) -> None:
         """Ask the job to end without grace."""
-        self.deadline = time.monotonic()
+        self._ask(0.0)
+
+    def when_asked(self, tell: Callable[[float], None]) -> None:
+        """Call `tell` with the seconds that rows in flight have, as soon as the job is asked to end."""
+        self._told.append(tell)
+        if self.deadline is not None:
+            tell(max(0.0, self.deadline - time.monotonic()))
+
+    def _ask(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        for tell in self._told:
+            tell(seconds)
 
     def interrupt(self) -> None:
         """Ask the job to end, from a signal's handler; raises StoppedEarly while it is being made ready."""

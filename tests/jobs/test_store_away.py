@@ -23,7 +23,7 @@ ROWS = 200
 def test_a_job_is_asked_to_end_while_its_store_is_away(
     tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    monkeypatch.setattr("llmbatch.jobs.answer_writer._LAST", 0.5)
+    monkeypatch.setattr("llmbatch.jobs.job._LAST", 0.5)
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(ROWS)]}), tmp_path / "in.parquet")
     out = f"{s3.bucket(f'away-{interrupted}'.lower())}/out.parquet"
     options: dict[str, Any] = {
