@@ -222,8 +222,11 @@ class _Job:
         try:
             totals = self._worker.stream(windows, writer, goes_on=goes_on)
             writer.finish()
-        except Stop:
-            raise self._stopped(writer, state, writer.abandon()) from None
+        except (Stop, StorageError) as error:
+            unwritten = writer.abandon()
+            if self._stopping.deadline is None:
+                raise
+            raise self._stopped(writer, state, error if isinstance(error, StorageError) else unwritten) from None
         except BaseException:
             writer.abandon()
             raise
