@@ -224,7 +224,7 @@ class _Job:
             writer.finish()
         except (Stop, StorageError) as error:
             unwritten = writer.abandon()
-            if self._stopping.deadline is None:
+            if isinstance(error, StorageError) and self._stopping.deadline is None:
                 raise
             raise self._stopped(writer, state, error if isinstance(error, StorageError) else unwritten) from None
         except BaseException:

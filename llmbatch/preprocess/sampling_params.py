@@ -83,10 +83,8 @@ class SamplingParams:
             raise refusal("repetition_penalty", "be above 0 (1 changes nothing)", self.repetition_penalty)
         if self.min_tokens > self.max_tokens:
             raise refusal("min_tokens", f"be at most max_tokens, {self.max_tokens}", self.min_tokens)
-        if self.structured_outputs is not None:
-            for name in ("ignore_eos", "min_tokens"):
-                if given := getattr(self, name):
-                    raise refusal(name, "be left out with structured_outputs, whose answers end by themselves", given)
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise refusal("ignore_eos", "be left out with structured_outputs, whose answers end by themselves", True)
 
     @property
     def greedy(self) -> bool:

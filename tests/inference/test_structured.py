@@ -165,10 +165,6 @@ def test_log_probabilities_are_those_before_the_form(folder: str) -> None:
             {"structured_outputs": {"choice": ["a"]}, "ignore_eos": True},
             "ignore_eos must be left out with structured_outputs, whose answers end by themselves, got True",
         ),
-        (
-            {"structured_outputs": {"choice": ["a"]}, "min_tokens": 2, "max_tokens": 3},
-            "min_tokens must be left out with structured_outputs, whose answers end by themselves, got 2",
-        ),
     ],
 )  # fmt: skip  # messages on a line
 def test_a_malformed_form_is_refused(folder: str, given: dict[str, Any], message: str) -> None:

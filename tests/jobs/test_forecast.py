@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import llmbatch
 from llmbatch.io.reading.dataset import RowReader
-from llmbatch.jobs import job
+from llmbatch.jobs import explain
 from llmbatch.jobs.forecast import compare_drawn
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
@@ -124,7 +124,7 @@ def test_of_an_input_larger_than_a_window_runs_are_read_and_figures_scaled(
     pq.write_table(pa.table({"text": [f"what is {i % 7} and {i}" for i in range(3200)]}), path)
     options: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 40, "kv_memory": 10**7}
     whole = llmbatch.explain(path, **options)
-    monkeypatch.setattr(job, "window_rows_of", lambda *_: 400)
+    monkeypatch.setattr(explain, "window_rows_of", lambda *_: 400)
     read: list[int] = []
     seen = RowReader.read
 
