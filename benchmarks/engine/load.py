@@ -81,7 +81,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     from llmbatch.engine.calibration import device_cost
     from llmbatch.engine.cpu import decoder, engine, linear, platform
     from llmbatch.engine.model import checkpoints, config, loader, refusals
-    from llmbatch.inference import engines
+    from llmbatch.inference.loading import engines
     from llmbatch.inference.options import Options
     from llmbatch.inference.progress import Silence
     from llmbatch.planning.workload import Scheduling

@@ -10,7 +10,6 @@ __all__ = [
     "options",
     "progress",
     "report",
-    "shared_worker",
     "table_worker",
     "window",
     "window_size",

@@ -20,8 +20,8 @@ from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.inference.answers.assembler import AnswerAssembler, AnswerSink, FlushPolicy
 from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
 from llmbatch.inference.conversations import ConversationSource
-from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines, tokenizer_of
-from llmbatch.inference.kernel_compilation import compile_ahead, compile_kernels
+from llmbatch.inference.loading.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines, tokenizer_of
+from llmbatch.inference.loading.kernel_compilation import compile_ahead, compile_kernels
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence, saying
 from llmbatch.inference.report import Report, RowCounts

@@ -9,9 +9,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
-import numpy as np
-import pyarrow as pa
-
 from llmbatch.arguments import Paths, check_names, path
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
@@ -20,7 +17,6 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, unless_chosen
 from llmbatch.inference.report import Report
 from llmbatch.inference.table_worker import TableWorker
-from llmbatch.inference.window import Window
 from llmbatch.inference.window_size import window_rows as window_rows_of
 from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
@@ -29,9 +25,9 @@ from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.begun_tokens import BegunTokens
 from llmbatch.jobs.command import Command
 from llmbatch.jobs.fingerprint import fingerprint
-from llmbatch.jobs.forecast import compare
 from llmbatch.jobs.job_windows import JobWindows
 from llmbatch.jobs.options import JobArgs, JobOptions, RunArgs
+from llmbatch.jobs.order_gain import order_gain
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import PriorAnswers
 from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
@@ -45,7 +41,6 @@ from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 
 _LAST = 5.0  # seconds that a job which was asked to end waits for a store that is away, when no row is in flight
-SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 
 
 def run(
@@ -197,7 +192,7 @@ class _Job:
 
     def _answer(self, resume: Resume, lock: Lock, begun: float, *, goes_on: bool) -> Report:
         output, state = self._output, resume.state
-        self._stopping.when_asked(lambda seconds: output.work.patience.cut(seconds + _LAST))
+        self._stopping.when_asked(lambda seconds: output.work.retry_time.cut(seconds + _LAST))
         output.begin()
         state.write(output.work)
         older = PriorAnswers.index(resume.sources, without_errors=state.without_errors)
@@ -290,21 +285,8 @@ class _Job:
     def _report(self, state: JobState, writer: AnswerWriter, totals: Totals, begun: float) -> Report:
         seconds = time.perf_counter() - begun - self._worker.load_seconds
         notes = (*self._worker.notes, *writer.notes)
-        gain = None if state.windows > 1 or writer.last is None else _order_gain(self._worker, *writer.last)
+        gain = None if state.windows > 1 or writer.last is None else order_gain(self._worker, *writer.last)
         report = self._worker.report(writer.tally, totals, notes=notes, seconds=seconds)
         why = self._error_budget.first_error
         url, resumed = self._output.url, writer.rows_resumed
         return replace(report, output=url, rows_resumed=resumed, first_error=why, order_gain=gain)
-
-
-def _order_gain(worker: TableWorker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
-    """Simulate what the order bought, with the lengths as they came out; None if that would take long, or cannot be."""
-    requests = window.requests
-    if not isinstance(worker, Worker) or not answers or len(requests) > SIMULATED_AFTERWARDS or window.schema.turns:
-        return None
-    answered = pa.Table.from_batches(answers)
-    lengths = np.zeros(window.table.num_rows, np.int32)
-    lengths[answered["row"].to_numpy()] = answered["num_generated_tokens"].to_numpy()
-    lengths = lengths[window.rows[window.bounds[:-1]]]
-    buys = compare(requests, np.maximum(lengths, 1), worker.pool, worker.cost, worker.scheduling)
-    return None if buys is None else buys.input_order_seconds / buys.seconds

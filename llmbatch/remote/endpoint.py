@@ -20,7 +20,7 @@ _CONNECT: Final = 10.0  # seconds that a connection may take; an answer may take
 _ALIVE: Final = 60  # seconds without a byte after which a connection is probed: a machine may be gone
 _POOLS: Final = 16  # of connections: a pool looks at all of its connections whenever a request begins or ends
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("llmbatch")
 
 S = TypeVar("S")  # what is sent
 R = TypeVar("R")  # what is told of it

@@ -27,7 +27,7 @@ from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
 from llmbatch.inference.progress import Progress
 from llmbatch.inference.report import Report
-from llmbatch.inference.shared_worker import SharedWorker
+from llmbatch.inference.sharing.shared_worker import SharedWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.forecast import forecast_rows

@@ -47,8 +47,9 @@ class TableFiles:
 
 
 def _writable(name: str, value: object) -> Path:
-    file = Path(path(name, value)).expanduser().absolute()
-    if not path(name, value) or (file.exists() and not file.is_file()):
+    given = path(name, value)
+    file = Path(given).expanduser().absolute()
+    if not given or (file.exists() and not file.is_file()):
         raise refusal(name, "name a file", value)
     if not file.parent.is_dir():
         raise refusal(name, "lie in a folder that is there (create it first)", value)

@@ -29,9 +29,10 @@ from llmbatch.errors import DataError
 from llmbatch.storage.local import UNFINISHED, NewFile, make_folder, sync_folder
 from llmbatch.storage.retries import RetryTime, is_container_missing, is_taken, persist, refusing
 
+_RETRY_SECONDS = 60.0  # for which a request that fails is tried again, unless less is wanted
 _BUFFER = 1 << 20  # bytes that are read or written at once
 # Other writers' files are to be seen at once. On S3, botocore and s3fs would each try again as well, for longer than
-# a place's patience and in silence, and s3fs would have ten parts of 50 MB of a large file in memory.
+# a place's retry time and in silence, and s3fs would have ten parts of 50 MB of a large file in memory.
 _FRESH: dict[str, Any] = {"use_listings_cache": False}
 _S3: dict[str, Any] = {**_FRESH, "config_kwargs": {"retries": {"total_max_attempts": 1}}, "max_concurrency": 1}
 _DEFAULTS = {"s3": _S3, "s3a": _S3, **dict.fromkeys(("gs", "gcs", "az", "abfs", "abfss"), _FRESH)}
@@ -47,10 +48,10 @@ class Location:
     local: bool  # it renames, holds and appends
     filesystem: fsspec.AbstractFileSystem
     root: str  # its path on that file system
-    patience: RetryTime  # with which a request that fails is tried again; its folders share it
+    retry_time: RetryTime  # of a request that fails; its folders share it
 
     @classmethod
-    def at(cls, url: str, storage_options: Mapping[str, Any] | None = None, *, patience: float = 60.0) -> Location:
+    def at(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> Location:
         """Parse a path or an fsspec URL of a folder; reads and makes nothing.
 
         Raises `DataError` if fsspec does not know the protocol, if the package for it is not installed, or if the
@@ -68,11 +69,13 @@ class Location:
         if _DEFAULTS.get(scheme) is _S3:
             filesystem.retries = 1
         local = isinstance(filesystem, LocalFileSystem)
-        return cls(scheme + separator + (path.rstrip("/") or path[:1]), local, filesystem, root, RetryTime(patience))
+        return cls(
+            scheme + separator + (path.rstrip("/") or path[:1]), local, filesystem, root, RetryTime(_RETRY_SECONDS)
+        )
 
     def child(self, name: str) -> Location:
         """Return the folder `name` in this one."""
-        return Location(self.shown(name), self.local, self.filesystem, self.path(name), self.patience)
+        return Location(self.shown(name), self.local, self.filesystem, self.path(name), self.retry_time)
 
     def path(self, name: str) -> str:
         """Return the path of the file `name` on the file system."""
@@ -231,7 +234,7 @@ class Location:
     def _persist(self, done: str, name: str | None, attempt: Callable[[], _T]) -> _T:
         what = self.url if name is None else self.shown(name)
         if not self.local:
-            return persist(what, done, attempt, self.patience)
+            return persist(what, done, attempt, self.retry_time)
         with refusing(what, done):
             return attempt()
 

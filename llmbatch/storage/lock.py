@@ -192,6 +192,11 @@ class Lock:
                 return
 
 
+def is_lock(name: str) -> bool:
+    """Tell whether a file has the name of a lock, of this version or of another one."""
+    return name.startswith("lock-")
+
+
 def _try_to_remove(place: Location, owner: Owner) -> None:
     """Raise `StorageError` where a file may be put but not removed: a job could then do all but end."""
     name = UNFINISHED + owner.token
@@ -201,7 +206,7 @@ def _try_to_remove(place: Location, owner: Owner) -> None:
 
 def _locks(place: Location) -> list[str]:
     """List the names of all locks, by number."""
-    names = [name for name in place.names() if name.startswith("lock-")]
+    names = list(filter(is_lock, place.names()))
     for name in names:
         if _NAME.fullmatch(name) is None:
             raise DataError(

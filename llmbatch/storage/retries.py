@@ -84,8 +84,8 @@ class RetryTime:
         self.seconds = min(self.seconds, seconds)
 
 
-def persist(what: str, done: str, attempt: Callable[[], _T], patience: RetryTime) -> _T:
-    """Send a request to an object store, and repeat it with `patience` while its error is transient.
+def persist(what: str, done: str, attempt: Callable[[], _T], retry_time: RetryTime) -> _T:
+    """Send a request to an object store, and repeat it for `retry_time` while its error is transient.
 
     Raises the `refusal` of the last error. Any exception counts: the packages of stores raise whatever they like.
     """
@@ -95,11 +95,13 @@ def persist(what: str, done: str, attempt: Callable[[], _T], patience: RetryTime
         try:
             return attempt()
         except Exception as error:
-            left = begun + patience.seconds - time.monotonic()
+            left = begun + retry_time.seconds - time.monotonic()
             if not is_passing(error) or left <= 0.0:
                 raise refusal(what, done, error) from error
             if wait == _FIRST_WAIT:
-                _log.warning("%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), patience.seconds)
+                _log.warning(
+                    "%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), retry_time.seconds
+                )
         pause = wait * random.uniform(0.5, 1.0)  # or all that a store turned away would come back at once
         time.sleep(min(pause, left))
         wait = min(2 * wait, _LONGEST_WAIT)

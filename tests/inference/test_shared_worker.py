@@ -18,7 +18,7 @@ from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import JobError
 from llmbatch.inference.answers.assembler import AnswerSink
 from llmbatch.inference.options import Options
-from llmbatch.inference.shared_worker import SharedWorker
+from llmbatch.inference.sharing.shared_worker import SharedWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.preprocess.request_batch import BegunAnswers

@@ -98,8 +98,8 @@ def test_waits_grow_until_patience_is_out(place: Location, s3: S3Server, waits: 
     before_last = list(zip(waits, longest, strict=True))[:-1]
     assert all(most / 2 <= wait <= most for wait, most in before_last)
     assert len({wait / most for wait, most in before_last}) > 5  # no two clients keep time
-    assert sum(waits) == pytest.approx(place.patience.seconds)
-    assert place.patience.seconds == 60
+    assert sum(waits) == pytest.approx(place.retry_time.seconds)
+    assert place.retry_time.seconds == 60
     assert str(caught.value) == (
         f"{place.url}/a cannot be read: in trouble: check the endpoint and the network, and run the same command again"
     )
@@ -133,7 +133,7 @@ def test_a_server_that_stays_away_is_one_sentence(place: Location, s3: S3Server)
     s3.stop()
     try:
         with pytest.raises(StorageError) as caught:
-            replace(place, patience=RetryTime(0.0)).read("a")
+            replace(place, retry_time=RetryTime(0.0)).read("a")
     finally:
         s3.start()
     assert str(caught.value) == (
@@ -245,11 +245,11 @@ def test_what_this_machine_does_not_permit_is_no_matter_of_credentials() -> None
 
 def test_patience_that_is_cut_ends_a_wait(place: Location, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    hurried = replace(place, patience=RetryTime(60.0))
+    hurried = replace(place, retry_time=RetryTime(60.0))
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        hurried.child("in it").patience.cut(1.0)
+        hurried.child("in it").retry_time.cut(1.0)
 
     monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: sum(waits)))
     s3.troubles[:] = [BUSY] * 100

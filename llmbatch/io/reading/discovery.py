@@ -57,7 +57,7 @@ class InputFile:
             return
         path = self.folder.path(self.name)
         there = persist(
-            self.path, "read", lambda: _info(self.folder.filesystem, path, self.folder.local), self.folder.patience
+            self.path, "read", lambda: _info(self.folder.filesystem, path, self.folder.local), self.folder.retry_time
         )
         if there is None or (there["size"], _version(there)) != (self.size, self.version):
             raise DataError(
@@ -76,7 +76,7 @@ class InputFile:
             def attempt() -> bytes:
                 return cast(bytes, filesystem.cat_file(path, start=0, end=self.size))
 
-            return pa.BufferReader(persist(self.path, "read", attempt, self.folder.patience))
+            return pa.BufferReader(persist(self.path, "read", attempt, self.folder.retry_time))
         return pa.PythonFile(self.folder.open(self.name), mode="r")
 
 
@@ -149,7 +149,7 @@ def _below(place: Location, root: str, fixed: str) -> list[InputFile]:
 
 def _file(place: Location, path: str, info: Mapping[str, Any], values: FolderValues) -> InputFile:
     root, _, name = path.rpartition("/")
-    folder = Location(_shown(place, root), place.local, place.filesystem, root, place.patience)
+    folder = Location(_shown(place, root), place.local, place.filesystem, root, place.retry_time)
     file_format, codec = _format(name, _shown(place, path))
     return InputFile(folder, name, file_format, codec, info["size"], _version(info), values)
 

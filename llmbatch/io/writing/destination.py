@@ -146,7 +146,7 @@ class Destination:
         if self.folder.local:
             return None if not os.path.exists(self.url) else "folder" if os.path.isdir(self.url) else "file"
         # A store that does not answer at all is a wrong name rather than one that is away for a while.
-        folder = replace(self.folder, patience=RetryTime(_FIRST_PATIENCE))
+        folder = replace(self.folder, retry_time=RetryTime(_FIRST_PATIENCE))
         within = folder if self.file is None else folder.child(self.file)
         if within.names():
             return "folder"

@@ -43,7 +43,7 @@ from llmbatch.io.writing.staging import Staging
 from llmbatch.io.writing.work_files import ENDING, JOB
 from llmbatch.io.writing.writable import check_schema
 from llmbatch.storage.location import Location
-from llmbatch.storage.lock import Lock
+from llmbatch.storage.lock import Lock, is_lock
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
 
@@ -151,7 +151,7 @@ class Output:
             raise DataError(str(error)) from None
         try:
             yield lock
-            if all(name.startswith("lock-") for name in self.work.names()):
+            if all(map(is_lock, self.work.names())):
                 self.work.sweep()
         except BaseException:
             with contextlib.suppress(StorageError):  # what ended the job is told, and not that

@@ -16,6 +16,7 @@ from llmbatch.io.writing.formats import Format, StagedFormat, read_tables
 from llmbatch.io.writing.parts import Part
 from llmbatch.io.writing.work_files import ENDING, JOB, NAMES, WHOLE, staged
 from llmbatch.storage.location import Location
+from llmbatch.storage.lock import is_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,6 @@ class Staging:
 
     def clean(self, *, but: str | None = None) -> None:
         """Remove all work but the lock, and last the record that says that it is to be removed."""
-        names = [name for name in self.work.names() if not name.startswith("lock-") and name != but]
+        names = [name for name in self.work.names() if not is_lock(name) and name != but]
         for name in sorted(names, key=lambda name: name == ENDING):
             self.work.remove(name)

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from llmbatch.storage.lock import is_lock
+
 JOB: Final = "job.json"  # which job it is whose work lies there
 NAMES: Final = "names.json"  # the files that were there before, and those that have their names already
 ENDING: Final = "ending.json"  # how the job ends, logged before it does
@@ -19,7 +21,7 @@ WHOLE: Final = "whole.staged"  # one file made of all parts
 
 _OF_WINDOW = re.compile(r"(\d{3,})-(journal|window)-(\d{5,})(-\d{6,}|\.json)?")  # a journal on a store has segments
 _KEYS = re.compile(r"(spool-\d{5,})\.keys")
-_OTHERS = re.compile(r"lock-.+|.+\.staged")
+_STAGED = re.compile(r".+\.staged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,6 @@ def spools(names: Iterable[str]) -> list[str]:
 
 def is_of_a_job(name: str) -> bool:
     """Tell whether a job may have given this name."""
-    if name in (JOB, NAMES, ENDING, MANIFEST, BEGUN):
+    if name in (JOB, NAMES, ENDING, MANIFEST, BEGUN) or is_lock(name):
         return True
-    return any(known.fullmatch(name) for known in (_OF_WINDOW, _KEYS, _OTHERS))
+    return any(known.fullmatch(name) for known in (_OF_WINDOW, _KEYS, _STAGED))

@@ -65,14 +65,13 @@ class WindowEndpoint(RemoteEndpoint[Piece, PlannedRows | pa.RecordBatch]):
         tries = unreached = 0
         while len(sent.rows):
             before, after = len(sent.rows), None
-            unreached += 1
             try:
                 await self._ask(sent, tell)
                 continue
             except _Broken as error:
                 reason, after, unreached = str(error), error.after, 0
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                reason = f"it cannot be reached ({reason_of(error)})"
+                reason, unreached = f"it cannot be reached ({reason_of(error)})", unreached + 1
             except httpx.RequestError as error:
                 reason, unreached = f"it hung up ({reason_of(error)})", 0
             tries = tries + 1 if len(sent.rows) == before else 1

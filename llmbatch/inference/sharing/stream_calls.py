@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
-from llmbatch.inference.stream_call import StreamCall
+from llmbatch.inference.sharing.stream_call import StreamCall
 from llmbatch.inference.window import Window
 from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.runtime.protocols import (

@@ -12,8 +12,8 @@ import time
 
 from llmbatch.errors import RowError
 from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
-from llmbatch.inference.stream_call import FetchedWindows, StreamCall
-from llmbatch.inference.stream_calls import StreamCalls
+from llmbatch.inference.sharing.stream_call import FetchedWindows, StreamCall
+from llmbatch.inference.sharing.stream_calls import StreamCalls
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.runtime.online.guests import Guest, GuestEnd, GuestInbox

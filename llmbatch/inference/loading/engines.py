@@ -23,7 +23,7 @@ from llmbatch.engine.model.outline import (
 )
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import ModelError
-from llmbatch.inference.grammar_vocabulary import grammar_vocabulary
+from llmbatch.inference.loading.grammar_vocabulary import grammar_vocabulary
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
 from llmbatch.perf_model.cost import CostModel

@@ -1,0 +1,7 @@
+"""Makes a model ready: its weights and engines, its vocabulary for grammars, and compiled kernels.
+
+Must not import anything that answers tables.
+Start reading at `engines`.
+"""
+
+__all__ = ["engines", "kernel_compilation"]
