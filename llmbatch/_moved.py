@@ -73,7 +73,7 @@ MOVED: Final = {
     "engines.placeholder": "engine.recorded",
     "engines.platform": "engine.model.platform",
     "engines.platforms": "engine.devices",
-    "engines.preparation": "engine.factory",
+    "engines.preparation": "engine.preparation",
     "engines.profiling": "engine.calibration.memory_profile",
     "engines.sampler": "engine.sampling.sampler",
     "engines.seeds": "engine.generation.seeds",

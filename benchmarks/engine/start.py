@@ -54,7 +54,7 @@ def count(name, function):
     return counted
 
 def load():
-    import llmbatch.jobs.job, llmbatch.engine.model.loader, llmbatch.engine.factory, llmbatch.engine.cpu.engine
+    import llmbatch.jobs.job, llmbatch.engine.model.loader, llmbatch.engine.preparation, llmbatch.engine.cpu.engine
 count("imports", load)()
 
 from numba.core.dispatcher import Dispatcher

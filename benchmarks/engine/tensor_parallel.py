@@ -24,7 +24,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmbatch.engine.ranks.shared_memory import shared_file
+from llmbatch.engine.ranks.cpu.shared_memory import shared_file
 
 RESULT: Final = Path(__file__).parents[2] / "docs" / "results" / "tensor-parallel.md"
 SUMMED_ROWS: Final = (1, 64, 512)
@@ -55,10 +55,10 @@ def weights(folder: str, ranks: int) -> int:
     """Load the share of the first rank, and count its bytes."""
     from llmbatch.engine.cpu.platform import HOST
     from llmbatch.engine.model.loader import load_model
-    from llmbatch.engine.ranks.collectives import Collectives
-    from llmbatch.engine.ranks.shares import Share, weight_bytes
+    from llmbatch.engine.ranks.cpu.collectives import HostCollectives
+    from llmbatch.engine.ranks.cpu.shares import HostShare, weight_bytes
 
-    share = Share(Collectives(0, ranks), threads=1)
+    share = HostShare(HostCollectives(0, ranks), threads=1)
     platform = replace(HOST, share=share, pack=share.pack)
     return weight_bytes(load_model(folder, dtype="float32", platform=platform).module)
 
@@ -67,11 +67,11 @@ def time_sums(rank: int, memory: int, hidden: int) -> dict[int, float]:
     """Time sums over two ranks, of which this process is one; seconds by rows."""
     import torch
 
-    from llmbatch.engine.ranks.collectives import Collectives
-    from llmbatch.engine.ranks.shared_memory import SharedMemory
+    from llmbatch.engine.ranks.cpu.collectives import HostCollectives
+    from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory
 
     torch.set_num_threads(1)
-    ranks = Collectives(rank, 2)
+    ranks = HostCollectives(rank, 2)
     ranks.join(SharedMemory(memory, rank, 2))
     took = {}
     for rows in SUMMED_ROWS:

@@ -5,15 +5,15 @@
     python benchmarks/gpu [PART ...] --dry-run
 
 Parts are `smoke`, `ceilings`, `kernels`, `layers`, `steps`, `sampling`, `mixed`, `table2-1`, `table2-4`, `strategies`,
-`peer`, `weights` and `full`; without any all of them run, in this order. `smoke` ends the run if an answer is wrong;
-another part that fails is told, and the others go on. It needs torch, transformers, triton, numpy, numba and pyarrow,
-and one NVIDIA GPU. Each part writes `PART.json` into the folder after each of its results, with the card's name,
-versions, date and ceilings, and pictures when it is done. `--traces`, or $LLMBATCH_TRACES, is a folder with
-azure2023_code, mmlu_5shot and video_panda70m as Parquet, which whole jobs need. `--orders` are those that `table2-1`
-and `table2-4` run in, with a colon and the tokens of a step where these are fixed. Where time is short, `--layers`
-makes the model smaller, `--rows` and `--pool-tokens` jobs, and `--runs` times steps and kernels fewer times.
-`--dry-run` runs everything in sizes that Triton's interpreter can do on a processor: its figures say nothing, and are
-not written.
+`peer`, `weights`, `ranks` and `full`; without any all of them run, in this order. `smoke` ends the run if an answer is
+wrong; another part that fails is told, and the others go on. It needs torch, transformers, triton, numpy, numba and
+pyarrow, and one NVIDIA GPU; `ranks` needs several. Each part writes `PART.json` into the folder after each of its
+results, with the card's name, versions, date and ceilings, and pictures when it is done. `--traces`, or
+$LLMBATCH_TRACES, is a folder with azure2023_code, mmlu_5shot and video_panda70m as Parquet, which whole jobs need.
+`--orders` are those that `table2-1` and `table2-4` run in, with a colon and the tokens of a step where these are fixed.
+Where time is short, `--layers` makes the model smaller, `--rows` and `--pool-tokens` jobs, and `--runs` times steps and
+kernels fewer times. `--dry-run` runs everything in sizes that Triton's interpreter can do on a processor: its figures
+say nothing, and are not written.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ PARTS = (
     "strategies",
     "peer",
     "weights",
+    "ranks",
     "full",
 )
 

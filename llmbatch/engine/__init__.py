@@ -9,6 +9,7 @@ __all__ = [
     "config",
     "devices",
     "factory",
+    "preparation",
     "generation",
     "grammars",
     "memory",

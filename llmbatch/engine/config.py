@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from llmbatch.arguments import INT32_MAX, INT64_MAX, flag, one_of, refusal, whole
 from llmbatch.choices import (
@@ -26,6 +28,15 @@ from llmbatch.choices import (
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Tokens and sequences are counted in int32.
 _MOST = {"context_length": INT32_MAX, "page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}
+# What options may be where processes share a model.
+_OF_RANKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "weights": ("auto", "resident"),
+        "overlap": ("auto", "sequential"),
+        "kv": ("device",),
+        "dtype": tuple(dtype for dtype in DTYPES if dtype != "fp8"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +58,7 @@ class EngineConfig:
     page_size: int | None = None  # tokens; None: what the device takes
     max_running: int | None = None  # sequences in flight; None: what the device takes
     step_tokens: int | None = None  # tokens a step; decided in closed loop when None
-    tensor_parallel: int = 1  # processes that share the model, each on cores of its own
+    tensor_parallel: int = 1  # processes that share the model, each on cores or a GPU of its own
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -70,8 +81,10 @@ class EngineConfig:
         one_of("weights", self.weights, WEIGHTS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
         set_(self, "tensor_parallel", whole("tensor_parallel", self.tensor_parallel, 1, INT32_MAX))
-        if self.tensor_parallel > 1 and self.weights not in ("auto", "resident"):
-            raise refusal("weights", "be auto or resident where tensor_parallel is above 1", self.weights)
+        for name, kept in _OF_RANKS.items() if self.tensor_parallel > 1 else ():
+            if getattr(self, name) not in kept:
+                rule = f"be {' or '.join(kept)} where tensor_parallel is above 1"
+                raise refusal(name, rule, getattr(self, name))
         for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens", "weights_memory"):
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))

@@ -15,7 +15,7 @@ from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.cpu.threads import launch_threads
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE
 from llmbatch.engine.model.platform import Platform
-from llmbatch.engine.ranks.first import first_rank
+from llmbatch.engine.ranks.platforms import first_rank
 from llmbatch.errors import ModelError
 
 _CUDA: Final[str | None] = getattr(torch.version, "cuda", None)  # that torch was built for
@@ -31,6 +31,8 @@ def find_platform(device: str, ranks: int = 1, kv: KVPlace = "device") -> Platfo
     room for so many ranks, or no host beside it.
     """
     found = _find_whole(device)
+    if ranks == 1 and found.device.type == "cuda" and device in ("auto", "cuda"):
+        found = replace(found, notes=(*found.notes, *_left_idle()))
     if kv == "host":
         found = _attending_on_host(found)
     return found if ranks == 1 else first_rank(found, ranks)
@@ -82,6 +84,17 @@ def _accelerated(name: str) -> Platform:
     device = torch.device("cuda", torch.device(name).index or 0)
     # Its memory holds thousands of short rows, and each that decodes shares the reading of the weights with the others.
     return Platform(device, GpuOps(device), PAGE_SIZE, max_running=2048, copies=CopyStream, to_fp8=Fp8Linear)
+
+
+def _left_idle() -> tuple[str, ...]:
+    """Say that there are GPUs that an engine leaves alone."""
+    count = torch.cuda.device_count()
+    if count == 1:
+        return ()
+    return (
+        f"1 of the {count} GPUs that this process sees is used: --tensor-parallel {count} shares the model between "
+        "all, and map_dataset of llmbatch.operators.ray runs a copy on each",
+    )
 
 
 def _unusable(device: str) -> str | None:

@@ -73,9 +73,9 @@ def kept_window(platform: Platform, model: ModelConfig) -> int:
 
 
 def free_memory(platform: Platform) -> int:
-    """Return the bytes that this process may still take of a device."""
+    """Return the bytes that this process, and ranks on other devices, may still take."""
     if platform.device.type == "cpu":
         return available_memory()
     from llmbatch.engine.calibration.memory_profile import free_memory as free_of_card  # needs Triton
 
-    return free_of_card(platform.device)
+    return platform.ranks * free_of_card(platform.device)  # the others' are taken to be alike

@@ -156,7 +156,11 @@ class EngineArgs(TypedDict, total=False):
     step_tokens: Annotated[int | None, Keyword("tokens of a step", means="decided step by step", metavar="N")]
     tensor_parallel: Annotated[
         int,
-        Keyword("processes that share the model's weights, on a processor", EngineConfig.tensor_parallel, metavar="N"),
+        Keyword(
+            "processes that share the model's weights, each on cores or a GPU of its own",
+            EngineConfig.tensor_parallel,
+            metavar="N",
+        ),
     ]
     load_format: Annotated[LoadFormat, Keyword("dummy: random weights, for benchmarks", EngineConfig.load_format)]
     engine: Annotated[EngineName, Keyword("simulated: no model runs, answers are placeholders", DEFAULT_ENGINE)]

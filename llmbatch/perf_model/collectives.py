@@ -29,6 +29,14 @@ def on_joined(cost: CostModel, cards: int) -> CostModel:
     >>> round(1e3 * four.rates.weight_seconds, 2), round(1e3 * four.rates.step_seconds, 2)
     (2.32, 0.64)
     """
+    return with_sums(replace(cost, hardware=cost.hardware.group(cards)), cards)
+
+
+def with_sums(cost: CostModel, cards: int) -> CostModel:
+    """Add what so many devices say to each other to the cost of a model on the group of them.
+
+    Raises `ParameterError` if their link is not known.
+    """
     shape, hardware = cost.shape, cost.hardware
     if cards == 1:
         return cost
@@ -39,7 +47,7 @@ def on_joined(cost: CostModel, cards: int) -> CostModel:
     sums = 2 * shape.layers
     sent = 2.0 * shape.attention_width * _BYTES * (cards - 1) / cards
     joined = replace(
-        hardware.group(cards),
+        hardware,
         step_seconds=hardware.step_seconds + sums * LATENCY,
         token_seconds=hardware.token_seconds + sums * sent / hardware.link,
     )

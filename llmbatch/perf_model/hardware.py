@@ -150,6 +150,21 @@ GPUS: Mapping[str, Hardware] = _table(
 )
 
 
+_PCI_EXPRESS: Final = 32e9  # bytes/s each way, of the slowest that is common
+
+
+def link_of(name: str) -> float:
+    """Return the bytes/s from a card to others, each way, by the longest name in `GPUS` that its own contains.
+
+    >>> link_of("nvidia-a100-sxm4-80gb") / 1e9, link_of("nvidia-l40s") / 1e9
+    (300.0, 32.0)
+    """
+    words = set(name.lower().split("-"))
+    fitting = [known for known in GPUS if set(known.split("-")) <= words]
+    found = GPUS[max(fitting, key=len)].link if fitting else None
+    return _PCI_EXPRESS if found is None else found
+
+
 def find_hardware(name: str, *, option: str = "hardware") -> Hardware:
     """Find the GPU of that name (see `GPUS`), in any case. Raises `ParameterError` of `option` for an unknown one.
 

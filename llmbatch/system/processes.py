@@ -40,17 +40,17 @@ def start_beside(module: str, *arguments: str, stdout: int = subprocess.DEVNULL)
     )
 
 
-def start_fed(module: str, file: int) -> subprocess.Popen[bytes]:
+def start_fed(module: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start a process that calls the `main` of a module, and reads what this one writes to its standard input.
 
-    It has the open `file` under the same number. A Ctrl-C in the terminal is not for it. It says what goes wrong where
-    this process does.
+    It has the open `files` under the same numbers. A Ctrl-C in the terminal is not for it. It says what goes wrong
+    where this process does.
     """
     return subprocess.Popen(
         _command(module, ()),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        pass_fds=[file],
+        pass_fds=files,
         start_new_session=True,
     )
 

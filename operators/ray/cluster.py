@@ -60,30 +60,30 @@ def place_actors(
     num_gpus: float | None,
     takes_gpus: bool,
     attends: bool = False,
-    least_cpus: int = 1,
+    ranks: int = 1,
 ) -> Placement:
     """Fill the cluster with actors.
 
     `num_cpus` and `num_gpus` are what the user says of an actor. `takes_gpus`: it computes on a GPU where there is one;
-    `attends`: and attends on the processor beside. On processors it needs `least_cpus`. Raises ParameterError where the
-    cluster has no room for an actor.
+    `attends`: and attends on the processor beside. It has so many `ranks`, each with a GPU or a core. Raises
+    ParameterError where the cluster has no room for an actor.
 
     >>> nodes = [NodeResources(cpus=8, gpus=0), NodeResources(cpus=8, gpus=0)]
     >>> place_actors(nodes, num_cpus=None, num_gpus=None, takes_gpus=True).in_words
     '2 actors of 7 CPUs'
     """
     if num_gpus is None and takes_gpus and any(node.gpus >= 1 for node in nodes):
-        num_gpus = 1.0
+        num_gpus = float(ranks)
     if num_gpus:
         return _on_gpus(nodes, num_cpus, num_gpus, attends=attends)
     if num_cpus is not None:
         return Placement(_some(_beside_reading(nodes, num_cpus) if num_cpus else len(nodes)), num_cpus, num_gpus)
     largest = math.floor(max((node.cpus for node in nodes), default=0.0))
-    counts = {size: _beside_reading(nodes, size) for size in range(least_cpus, largest + 1)}
+    counts = {size: _beside_reading(nodes, size) for size in range(ranks, largest + 1)}
     used = {size: count * size for size, count in counts.items()}
     best = max(used.values(), default=0)
     if not best:  # the only core is for reading as well
-        return Placement(_some(int(largest >= least_cpus)), 0.0, num_gpus)
+        return Placement(_some(int(largest >= ranks)), 0.0, num_gpus)
     single = max((size for size in used if counts[size] <= len(nodes)), key=lambda size: (used[size], size), default=0)
     if used.get(single, 0) < _ONE_A_NODE * best:
         single = max(size for size in used if used[size] >= _SEVERAL * best)
@@ -132,7 +132,7 @@ def _some(actors: int) -> int:
     if actors < 1:
         raise ParameterError(
             "concurrency must be given where the cluster has no room yet for an actor beside a core for reading, got "
-            "None: name the number of actors, or lower num_cpus or num_gpus",
+            "None: name the number of actors, or lower num_cpus, num_gpus or tensor_parallel",
             option="concurrency",
         )
     return actors
@@ -213,7 +213,7 @@ def _placed(options: Options, num_cpus: float | None, num_gpus: float | None) ->
         num_gpus=num_gpus,
         takes_gpus=computes and options.device != "cpu",
         attends=options.kv == "host",
-        least_cpus=options.tensor_parallel,
+        ranks=options.tensor_parallel,
     )
     if options.device.startswith("cuda") and not placement.num_gpus:
         raise refusal("device", "be auto or cpu where actors have no GPU", options.device)

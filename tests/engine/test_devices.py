@@ -64,6 +64,22 @@ def test_a_card_is_entered_by_the_thread_that_launches_kernels(card: dict[str, A
     assert card["current"] == torch.device("cuda:1")
 
 
+def test_cards_that_are_left_idle_are_told_of_unless_one_was_named(card: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    card["count"] = 2
+    assert (
+        find_platform("cuda").notes
+        == find_platform("auto").notes
+        == (
+            "1 of the 2 GPUs that this process sees is used: --tensor-parallel 2 shares the model between all, and "
+            "map_dataset of llmbatch.operators.ray runs a copy on each",
+        )
+    )
+    assert find_platform("cuda:0").notes == ()
+    shared = find_platform("cuda", ranks=2)
+    assert (shared.ranks, shared.notes) == (2, ())
+
+
 def test_a_torch_for_the_processor_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_CUDA", None)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")

@@ -12,20 +12,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from llmbatch.engine import factory
+from llmbatch.engine import preparation
 from llmbatch.engine.calibration import calibrate, memory_profile, microbenchmarks
 from llmbatch.engine.calibration.device_cost import cost_model
 from llmbatch.engine.calibration.memory_profile import MemoryHeadroom
 from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.factory import EngineFactory, prepare
+from llmbatch.engine.factory import EngineFactory
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.memory import memory_of_weights, size_pool
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.preparation import prepare
+from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.inference.options import Options
+from llmbatch.perf_model.collectives import on_joined, with_sums
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.planning.workload import Pool, Scheduling
@@ -64,7 +67,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(factory, "choose_attention", lambda *_, **__: (SimpleNamespace(cascade=True), ("a note",)))
+    monkeypatch.setattr(preparation, "choose_attention", lambda *_, **__: (SimpleNamespace(cascade=True), ("a note",)))
     monkeypatch.setattr(memory_profile, "measure_room", lambda *_, **__: here.room)
     monkeypatch.setattr(microbenchmarks, "measure_device", lambda *_: replace(HARDWARE, name="measured"))
     monkeypatch.setattr(calibrate, "calibrate_device", here.calibrate)
@@ -80,13 +83,15 @@ def options(**given: Any) -> Options:
     return Options.build(model="m", prompt="text", max_tokens=1, **given)
 
 
-def prepared(described: ModelConfig, *, streamed: StreamedWeights | None = None, **given: Any) -> EngineFactory:
-    asked = options(**given)
+def prepared(
+    described: ModelConfig, *, streamed: StreamedWeights | None = None, ranks: int = 1, **given: Any
+) -> EngineFactory:
+    asked, platform = options(tensor_parallel=ranks, **given), replace(PLATFORM, ranks=ranks)
     loaded: Any = SimpleNamespace(
         attention={}, dtype=torch.float32, kv_type=described.kv_type, device=CARD, streamed=streamed
     )
-    pool = size_pool(PLATFORM, described, asked)
-    return prepare(PLATFORM, described, loaded, asked, Scheduling(max_running=64), pool)
+    pool = size_pool(platform, described, asked)
+    return prepare(platform, described, loaded, asked, Scheduling(max_running=64), pool)
 
 
 def test_pages_get_what_the_largest_step_leaves(card: Card, described: ModelConfig) -> None:
@@ -110,6 +115,32 @@ def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described
     assert prepared(described).strategy == "interleaved"
     chosen = prepared(described, overlap="sequential")
     assert (chosen.strategy, chosen.cost.overlap.exponent) == ("sequential", 1.0)
+
+
+def test_gpus_that_share_a_model_are_calibrated_as_one_and_say_what_they_tell_each_other(
+    card: Card, described: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share is measured alone. Their pool is of all of them, and halves of a step do not run beside each other."""
+    monkeypatch.setattr(microbenchmarks, "measure_device", lambda *_: replace(HARDWARE, link=1e9))
+    linked = replace(card.calibration.fitted["sequential"], hardware=replace(HARDWARE, link=1e9))
+    card.calibration = DeviceCalibration({**card.calibration.fitted, "sequential": linked})
+    assert prepared(described).strategy == "interleaved"
+    two = prepared(described, ranks=2)
+    assert card.calibrated == 2
+    assert two.strategy == "sequential"
+    assert two.pool.num_pages == 2 * ROOM // (described.bytes_per_token * PAGE_SIZE)
+    assert two.cost == with_sums(linked.cost(two.cost.shape), 2)
+    assert two.cost.rates.step_seconds > 0
+    assert two.orders == RankOrders.of(described, options(tensor_parallel=2))
+
+
+def test_what_gpus_that_share_a_model_do_is_foreseen(
+    card: Card, described: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbenchmarks, "measure_device", lambda *_: replace(HARDWARE, link=1e9))
+    foreseen = cost_model(replace(PLATFORM, ranks=2), described, options(tensor_parallel=2))
+    alone = cost_model(PLATFORM, described, options())
+    assert foreseen == on_joined(alone, 2)
 
 
 def test_forecasts_go_by_what_was_calibrated_earlier(card: Card, described: ModelConfig) -> None:

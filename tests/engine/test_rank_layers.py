@@ -15,10 +15,10 @@ import torch
 
 from llmbatch.engine.cpu.platform import BY_MODULE, HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
-from llmbatch.engine.ranks import collectives, shared_memory
-from llmbatch.engine.ranks.collectives import Collectives
-from llmbatch.engine.ranks.shared_memory import SharedMemory, shared_file
-from llmbatch.engine.ranks.shares import Share, head_of
+from llmbatch.engine.ranks.cpu import collectives, shared_memory
+from llmbatch.engine.ranks.cpu.collectives import HostCollectives
+from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory, shared_file
+from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
 from tests.support.logits import logits
 from tests.support.models import tiny_model_folder
 
@@ -35,10 +35,10 @@ def threads() -> Iterator[None]:
     numba.set_num_threads(before[1])
 
 
-def share_of(folder: str, rank: int, workers: int) -> tuple[Collectives, LoadedModel]:
+def share_of(folder: str, rank: int, workers: int) -> tuple[HostCollectives, LoadedModel]:
     """A rank of two."""
-    ranks = Collectives(rank, 2)
-    share = Share(ranks, workers)
+    ranks = HostCollectives(rank, 2)
+    share = HostShare(ranks, workers)
     share.enter()
     return ranks, load_model(folder, dtype="float32", platform=replace(HOST, share=share, pack=share.pack))
 

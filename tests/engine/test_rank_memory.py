@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.engine.ranks.collectives import Collectives
-from llmbatch.engine.ranks.shared_memory import BLOCK, RankLost, SharedMemory, shared_file
+from llmbatch.engine.ranks.cpu.collectives import HostCollectives
+from llmbatch.engine.ranks.cpu.shared_memory import BLOCK, SharedMemory, shared_file
+from llmbatch.engine.ranks.team import RankLost
 
 
-def on_ranks(ranks: int, compute: Callable[[Collectives], Any]) -> list[Any]:
+def on_ranks(ranks: int, compute: Callable[[HostCollectives], Any]) -> list[Any]:
     """What each rank computes with the others."""
 
     def run(rank: int) -> Any:
-        collectives = Collectives(rank, ranks)
+        collectives = HostCollectives(rank, ranks)
         collectives.join(SharedMemory(memory, rank, ranks))
         return compute(collectives)
 
@@ -66,6 +67,6 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
         first, second = (SharedMemory(memory, rank, 2) for rank in range(2))
         second.open()
         with pytest.raises(RankLost, match=r"^a rank does not answer$"):
-            Collectives(0, 2).join(first)
+            HostCollectives(0, 2).join(first)
         with pytest.raises(RankLost, match=r"^a rank does not answer$"):
             first.exchange(torch.zeros(1))

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from llmbatch import LLMOperator, ParameterError
 from llmbatch.engine.cpu.threads import threads_told
-from llmbatch.engine.ranks import first
-from llmbatch.engine.ranks.collectives import Collectives
-from llmbatch.engine.ranks.engine import RankedEngine
+from llmbatch.engine.ranks.collectives import share_of
+from llmbatch.engine.ranks.cpu import first
+from llmbatch.engine.ranks.cpu.engine import RankedEngine
 from llmbatch.engine.ranks.plan import check_cores
 from llmbatch.scheduler.output import Step, StepResult
 from tests.support.models import tiny_model_folder
@@ -37,7 +37,7 @@ ROWS = pa.table({"prompt": [f"row {i} says {'x' * (i % 17)}" for i in range(24)]
 # Kills itself once the other rank has got a step: that one computes, and waits for the sums of one that is no more.
 KILLED_IN_A_STEP = """
 import os, signal, sys
-from llmbatch.engine.ranks.messages import RankStep
+from llmbatch.engine.ranks.cpu.messages import RankStep
 from llmbatch.engine.ranks.team import RankTeam
 from tests.engine.test_ranks import answers
 tell = RankTeam.tell
@@ -166,5 +166,5 @@ def test_ranks_are_refused_for_the_simulated_engine(tmp_path: Path) -> None:
 
 
 def test_the_ranks_share_a_vocabulary_that_they_do_not_divide() -> None:
-    shares = [Collectives(rank, 3).share_of(7) for rank in range(3)]
+    shares = [share_of(rank, 3, 7) for rank in range(3)]
     assert np.concatenate([np.array(share) for share in shares]).tolist() == list(range(7))

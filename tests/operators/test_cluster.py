@@ -60,6 +60,12 @@ def test_each_gpu_has_an_actor_that_leaves_cores_to_reading() -> None:
     assert placed((9, 4), num_cpus=4) == Placement(2, 4, 1.0)
 
 
+def test_an_actor_has_a_gpu_for_each_rank() -> None:
+    assert placed((64, 8), (64, 3), (16, 0), ranks=2) == Placement(5, 0.0, 2.0)
+    with pytest.raises(ParameterError, match=r"^concurrency must be given where the cluster has no room yet"):
+        placed((64, 2), (64, 2), ranks=4)
+
+
 def test_an_actor_has_its_part_of_a_gpu_within_one() -> None:
     assert placed((64, 2), num_gpus=0.5) == Placement(4, 0.0, 0.5)
     assert placed((64, 4), num_gpus=0.3) == Placement(12, 0.0, 0.3)
@@ -120,7 +126,7 @@ def test_resources_that_no_actor_can_reserve_are_refused(resources: Any, said: s
 
 
 def test_ranks_have_a_core_each() -> None:
-    assert placed((4, 0), (4, 0), (4, 0), least_cpus=4) == Placement(2, 4.0, None)
+    assert placed((4, 0), (4, 0), (4, 0), ranks=4) == Placement(2, 4.0, None)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,7 @@ def test_ranks_have_a_core_each() -> None:
         ([(2, 0)], {"num_cpus": 4}),
         ([(2, 0)], {"num_cpus": 2}),
         ([(2, 0)], {"num_gpus": 1}),
-        ([(2, 0)], {"least_cpus": 4}),
+        ([(2, 0)], {"ranks": 4}),
     ],
 )
 def test_a_cluster_without_room_is_named(nodes: list[tuple[float, float]], given: dict[str, Any]) -> None:
@@ -139,7 +145,7 @@ def test_a_cluster_without_room_is_named(nodes: list[tuple[float, float]], given
         placed(*nodes, **given)
     assert str(caught.value) == (
         "concurrency must be given where the cluster has no room yet for an actor beside a core for reading, got None: "
-        "name the number of actors, or lower num_cpus or num_gpus"
+        "name the number of actors, or lower num_cpus, num_gpus or tensor_parallel"
     )
 
 

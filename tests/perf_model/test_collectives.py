@@ -40,5 +40,5 @@ def test_a_link_must_be_known() -> None:
     with pytest.raises(ParameterError) as raised:
         on_joined(apart, 2)
     assert str(raised.value) == (
-        "link of devices that share a model must be known, got None for a100-80gb: give it (Hardware.link)"
+        "link of devices that share a model must be known, got None for 2 x a100-80gb: give it (Hardware.link)"
     )

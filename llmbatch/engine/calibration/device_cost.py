@@ -16,6 +16,7 @@ from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.weights.block_file import disk_rate, scratch_folder
 from llmbatch.engine.weights.host_layers import link_rate
 from llmbatch.engine.weights.streamed_cost import Source, expected_weights, streamed_cost, streaming_notes
+from llmbatch.perf_model.collectives import with_sums
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
 from llmbatch.perf_model.residency import with_host_kv
@@ -74,26 +75,35 @@ def _on_the_device(platform: Platform, model: ModelConfig, config: EngineConfig)
         return CostModel(shape, hardware, law="bytes", overlap=SEQUENTIAL)
     found = store_of(platform, model, config).find()
     if found is None:
-        return ceilings_of(platform, model)
-    return found.fitted[strategy_of(found, config)].cost(shape_of(model))
+        return with_sums(ceilings_of(platform, model), platform.ranks)
+    return calibrated_cost(found, strategy_of(found, config), platform, model)
 
 
 def strategy_of(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
-    """Choose the requested strategy, or the best."""
+    """Choose the requested strategy, or the best that can be."""
+    if config.tensor_parallel > 1:
+        return "sequential"
     return calibration.best if config.overlap == "auto" else config.overlap
+
+
+def calibrated_cost(
+    calibration: DeviceCalibration, strategy: Strategy, platform: Platform, model: ModelConfig
+) -> CostModel:
+    """Cost requests as they were measured. A share was, alone, so what ranks say to each other is added."""
+    return with_sums(calibration.fitted[strategy].cost(shape_of(model)), platform.ranks)
 
 
 def store_of(platform: Platform, model: ModelConfig, config: EngineConfig) -> CalibrationStore:
     """Return where the calibration of a model on a device is kept."""
     from llmbatch.engine.calibration.store import CalibrationStore
 
-    return CalibrationStore(cache_folder(), platform.device, shape_of(model), config.attention)
+    return CalibrationStore(cache_folder(), platform.device, shape_of(model), config.attention, platform.ranks)
 
 
 def ceilings_of(platform: Platform, model: ModelConfig) -> CostModel:
-    """Describe a device that was not calibrated, assuming good kernels."""
+    """Describe a device that was not calibrated, or a group that shares the model, assuming good kernels."""
     from llmbatch.engine.calibration.microbenchmarks import measure_device
     from llmbatch.kernels.triton.fp8 import ELEMENT
 
     hardware = measure_device(platform.device, ELEMENT if model.layer_type == "fp8" else model.dtype)
-    return CostModel(shape_of(model), hardware, law="paper", overlap=SEQUENTIAL)
+    return CostModel(shape_of(model), hardware.group(platform.ranks), law="paper", overlap=SEQUENTIAL)

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from llmbatch.kernels.triton.fp8 import scaled_product
-from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.hardware import Hardware, link_of
 
 _SIZE: Final = 8192  # of the matrices: 1.1 TFLOP a product
 _BYTES: Final = 1 << 30  # copied
@@ -20,13 +20,16 @@ _RUNS: Final = 10
 def measure_device(device: torch.device, dtype: torch.dtype) -> Hardware:
     """Measure a CUDA device, in about a second and once a process; `dtype` is that of the layers' products.
 
-    The efficiencies are those of good kernels under these ceilings, not measured.
+    The efficiencies are those of good kernels under these ceilings, not measured. Nor is the link to other devices,
+    since that would take memory of them: it is its maker's figure.
     """
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
     return Hardware(
-        name=torch.cuda.get_device_name(device).lower().replace(" ", "-"),
+        name=name,
         compute=product_rate(device, dtype),
         bandwidth=copy_bandwidth(device),
         memory=float(torch.cuda.get_device_properties(device).total_memory),
+        link=link_of(name),
     )
 
 

@@ -61,10 +61,11 @@ class DeviceCalibration:
 class CalibrationStore:
     """The file of a calibration, in a folder of them.
 
-    It is identified by device, model shape, requested `attention` and the libraries that compute.
+    It is identified by device, model shape, requested `attention`, the ranks that share the model, and the libraries
+    that compute.
     """
 
-    def __init__(self, folder: Path, device: torch.device, shape: ModelShape, attention: str) -> None:
+    def __init__(self, folder: Path, device: torch.device, shape: ModelShape, attention: str, ranks: int = 1) -> None:
         properties = torch.cuda.get_device_properties(device)
         self._identity: dict[str, Any] = {
             "format": _FORMAT,
@@ -72,6 +73,7 @@ class CalibrationStore:
             "memory": properties.total_memory,
             "shape": asdict(shape),
             "attention": attention,
+            "ranks": ranks,
             "versions": {"llmbatch": __version__, "torch": torch.__version__, "triton": version("triton")},
         }
         digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -4,4 +4,14 @@ Must not import `engine.cpu`.
 Start reading at `engine`.
 """
 
-__all__ = ["attention", "engine", "fp8_linear", "graphs", "strategies"]
+__all__ = [
+    "attention",
+    "batch",
+    "engine",
+    "execution",
+    "followers",
+    "fp8_linear",
+    "graphs",
+    "step_forward",
+    "strategies",
+]

@@ -6,7 +6,7 @@ Generated tokens stay on the device: the host refers to them by slot and place, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,16 @@ class HostBatch:
             *(lengthened(column, tokens, window_place) for column in in_windows),
         )
         return HostBatch(columns, self.plans, self.rows)
+
+    def wanting(self, rows: NDArray[np.int32]) -> HostBatch:
+        """Want more of the last states: those of these tokens too, behind the samples'."""
+        ids, positions, places, last, *others = self.columns
+        return replace(self, columns=(ids, positions, places, np.concatenate((last, rows)), *others))
+
+    def without_references(self) -> HostBatch:
+        """Put token 0 where ids refer to generated tokens."""
+        ids, *others = self.columns
+        return replace(self, columns=(np.maximum(ids, 0), *others))
 
     @property
     def arrays(self) -> list[NDArray[np.int32]]:

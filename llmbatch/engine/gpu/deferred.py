@@ -68,7 +68,7 @@ class DeferredSteps:
             masks = replace(masks, rows=kept[masks.rows])
         chosen = choose_tokens(on_host(logits), slots, requests, masks, generation)
         if states is not None:
-            tell_of_prompts(forward.head, states, deferred.scored, generation)
+            tell_of_prompts(forward.head_for(states), states, deferred.scored, generation)
         before = generation.lengths[slots].copy()
         result = generation.append(step, chosen, deferred.kept)
         goes_on = deferred.kept & (result.finished == FinishReason.RUNNING)

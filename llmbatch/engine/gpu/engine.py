@@ -24,6 +24,7 @@ from llmbatch.engine.generation.buffers import TokenBuffers, TokenChoices
 from llmbatch.engine.gpu.attention import GpuKVCache
 from llmbatch.engine.gpu.deferred import DeferredStep, DeferredSteps
 from llmbatch.engine.gpu.execution import Execution, Sequential
+from llmbatch.engine.gpu.followers import Followers, NoFollowers
 from llmbatch.engine.gpu.graphs.recorder import Recorder
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
 from llmbatch.engine.gpu.sampler import Draw, choose
@@ -62,6 +63,7 @@ class GpuEngine:
     `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps can be recorded
     (`record`), if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with stop
     strings need it. `seed` is the seed of requests without one. Requests whose answers have a form need `grammars`.
+    `followers` are told of each forward, where the model is split over devices.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class GpuEngine:
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
         grammars: Grammars | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self._loaded = loaded
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed, grammars)
@@ -89,6 +92,7 @@ class GpuEngine:
             page_size=page_size,
             execution=execution or Sequential(),
             recorder=recorder,
+            followers=followers or NoFollowers(),
         )
         self._deferred = DeferredSteps(self._forward, self._generation)
         self._queue: deque[_Queued | DeferredStep] = deque()

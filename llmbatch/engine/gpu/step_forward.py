@@ -5,7 +5,8 @@ Generated tokens stay on the device (`tokens`), where the next step reads them, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, upload
 from llmbatch.engine.gpu.execution import Execution
+from llmbatch.engine.gpu.followers import FollowedBatch, Followers
 from llmbatch.engine.gpu.graphs.recorder import Recorder, look_up
 from llmbatch.engine.gpu.graphs.steps import StepGraphs
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
@@ -43,12 +45,14 @@ class StepForward:
         page_size: int,
         execution: Execution,
         recorder: Recorder | None,
+        followers: Followers,
     ) -> None:
         self._attention = attention
         self._execution = execution
+        self._followers = followers
         self._generation = generation
         self.device: torch.device = loaded.device
-        self.head: Head = Head(loaded.module)
+        self._head = Head(loaded.module)
         fixed = attention if recorder is not None and isinstance(attention, GraphCapturable) else None
         spare = fixed is not None
         self.pages: GpuKVCache = GpuKVCache(
@@ -77,6 +81,8 @@ class StepForward:
     def record(self, decodes: Iterable[int], mixed: Iterable[int], rates: Rates | None) -> None:
         """Record steps, as `StepGraphs.record` does."""
         if self._graphs is not None:
+            decodes, mixed = tuple(decodes), tuple(mixed)
+            self._followers.record(decodes, mixed, rates)
             self._graphs.record(decodes, mixed, rates)
 
     @property
@@ -111,12 +117,18 @@ class StepForward:
         """Run each part of a step; returns the places of its sampled tokens, and its logits."""
         found = self._graphs.find(parts[0].step, self._generation) if self._graphs and len(parts) == 1 else None
         if self._graphs is not None and found is not None:
-            batch, logits = self._graphs.run(*found, self.tokens)
+            one, recording = found
+            recording.fill(one, self.tokens)
+            self._followers.run(FollowedBatch(one, parts[0].step.copies, recorded=True), recording.batch.ids)
+            batch, logits = self._graphs.repeat(one, recording)
             yield parts[0].step, batch.targets[: len(logits)], logits
             return
         steps = [part.step for part in parts]
-        batches = upload([self._packed(step) for step in steps], self.device)
+        packed = [self._packed(step) for step in steps]
+        batches = upload(packed, self.device)
         batches = [batch._replace(ids=look_up(batch.ids, self.tokens)) for batch in batches]
+        for one, batch, step in zip(packed, batches, steps, strict=True):
+            self._followers.run(FollowedBatch(one, step.copies), batch.ids)
         results = self._execution.run([partial(self._forward, batch) for batch in batches])
         yield from zip(steps, (batch.targets for batch in batches), results, strict=True)
 
@@ -128,14 +140,37 @@ class StepForward:
 
     def logits_and_states(self, step: Step, scored: list[ScoredRows]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step, whole; returns the logits of its samples, and the states of `scored` rows before the head."""
-        (batch,) = upload([self._packed(step)], self.device)
         rows = np.concatenate([one.first + np.arange(len(one.tokens), dtype=np.int32) for one in scored])
-        last = torch.cat((batch.last, torch.from_numpy(rows.astype(np.int32)).to(self.device)))
-        batch = batch._replace(ids=look_up(batch.ids, self.tokens), last=last)
+        packed = self._packed(step).wanting(rows.astype(np.int32))
+        (batch,) = upload([packed], self.device)
+        batch = batch._replace(ids=look_up(batch.ids, self.tokens))
+        self._followers.run(FollowedBatch(packed, step.copies, scored=True), batch.ids)
         states: list[torch.Tensor] = []
-        with self.head.keeps_states(len(batch.targets), states):
+        with self._head.keeps_states(packed.rows, states):
             (logits,) = self._execution.run([partial(self._forward, batch)])
         return logits, states[0]
+
+    def head_for(self, states: torch.Tensor) -> Head:
+        """Return the head of the model, for all logits of these states."""
+        self._followers.score(states)
+        return self._head
+
+    @torch.inference_mode()
+    def follow(self, given: FollowedBatch, receive: Callable[[torch.Tensor], None]) -> None:
+        """Run a batch that another rank has packed; `receive` writes its tokens."""
+        packed = given.packed
+        if given.recorded and self._graphs is not None:
+            recording = self._graphs.recording_of(packed)
+            recording.fill(packed, torch.zeros(1, dtype=torch.int32, device=self.device))
+            receive(recording.batch.ids)
+            self._graphs.repeat(packed, recording)
+        else:
+            (batch,) = upload([packed], self.device)
+            receive(batch.ids)
+            with self._head.keeps_states(packed.rows, []) if given.scored else nullcontext():
+                self._forward(batch)
+        if len(given.copies):
+            self.pages.copy(given.copies)
 
     def _packed(self, step: Step) -> HostBatch:
         layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)

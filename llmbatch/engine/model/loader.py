@@ -115,7 +115,8 @@ def _loaded(
     elif weights_memory is not None:
         hosted = open_host_layers(described, weights_memory, platform)
     by_layer = hosted is not None or described.layer_type == "fp8"
-    module = read_module(described, load_format, platform, streaming, by_layer=by_layer).eval().requires_grad_(False)
+    in_host = by_layer or platform.share is not None  # at first: a device has no room for all of it
+    module = read_module(described, load_format, platform, streaming, in_host=in_host).eval().requires_grad_(False)
     streamed = load_by_layer(module, described, platform, hosted) if by_layer else None
     if platform.share is not None:
         platform.share.cut(folder, module, described.config)
@@ -142,7 +143,7 @@ def _loaded(
     if platform.attends_on_host:
         attention = {layer: spec.to(torch.device("cpu")) for layer, spec in attention.items()}
     eos, left = _read_generation_config(Path(folder), described.config)
-    notes = (*notes, *left, *(() if by_layer or load_format == "dummy" else _detour(platform)))
+    notes = (*notes, *left, *(() if in_host or load_format == "dummy" else _detour(platform)))
     return LoadedModel(
         module=module,
         config=described.config,

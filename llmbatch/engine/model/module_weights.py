@@ -26,9 +26,9 @@ _TELLING: Final = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 def read_module(
-    described: ModelConfig, load_format: LoadFormat, platform: Platform, streaming: Streaming | None, *, by_layer: bool
+    described: ModelConfig, load_format: LoadFormat, platform: Platform, streaming: Streaming | None, *, in_host: bool
 ) -> nn.Module:
-    """Make the model's modules, with weights from the files or seeded noise; `by_layer`: in the host's memory.
+    """Make the model's modules, with weights from the files or seeded noise; `in_host`: in the host's memory.
 
     With `streaming` the weights are tensors whose memory is the files'. Raises ModelError where there are none, where
     they are not whole, or where some are missing or of another shape.
@@ -42,7 +42,7 @@ def read_module(
     module: nn.Module
     if load_format == "dummy":
         torch.manual_seed(0)
-        with torch.device("cpu") if by_layer else platform.device:
+        with torch.device("cpu") if in_host else platform.device:
             module = described.built_by.from_config(described.whole_config, **arguments)
             return module
     if not has_weights(Path(folder)):
@@ -54,7 +54,7 @@ def read_module(
         with no_progress_bars():
             if streaming is not None:
                 return _read_tensors(described, streaming.files.tensors, arguments)
-            return _read_files(described, {**arguments, **({} if by_layer else _placed(platform))})
+            return _read_files(described, {**arguments, **({} if in_host else _placed(platform))})
     except ModelError:
         raise
     except SafetensorError as error:

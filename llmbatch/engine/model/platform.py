@@ -80,6 +80,7 @@ class Platform:
     to_fp8: Callable[[nn.Linear], nn.Module] | None = None  # makes a layer whose product is of FP8
     notes: tuple[str, ...] = ()  # for the user, a sentence each
     share: ModelShare | None = None  # of a model that is split over processes
+    ranks: int = 1  # these processes
     attends_on_host: bool = False  # a GPU whose host holds keys and values, and attends
 
     @property

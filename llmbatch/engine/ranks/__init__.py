@@ -1,7 +1,7 @@
-"""Splits a model over several processes, which compute each step together.
+"""Splits a model over several processes, which compute each step together: on cores, or a GPU each.
 
-Must not import `engine.factory`, `engine.gpu`, or what is above the engine.
-Start reading at `engine`.
+Must not import `engine.devices`, or what is above the engine.
+Start reading at `plan`.
 """
 
-__all__ = ["collectives", "first", "messages", "plan", "shares"]
+__all__ = ["cpu", "gpu", "orders", "plan", "platforms"]

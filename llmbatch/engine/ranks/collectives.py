@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any, Final
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from llmbatch.engine.ranks.shared_memory import BLOCK, SharedMemory
-from llmbatch.kernels.cpu.decoder_inputs import Ranks
 
-_PAUSE: Final = 0.01  # seconds between looks at who has joined
+class Collectives(Protocol):
+    """The other ranks as a share's modules see them."""
 
-
-class Collectives:
-    """The other ranks as a share's modules see them; they are joined once their processes run."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self._memory: Any = None  # `SharedMemory`, once joined
-
-    def join(self, memory: SharedMemory) -> None:
-        """Wait for the others, and meet them in this memory from now on. Raises RankLost."""
-        self._memory = memory
-        everyone = memory.arrive()
-        while not memory.has_all(everyone):
-            time.sleep(_PAUSE)  # they load the model
-
-    def for_layers(self) -> Ranks:
-        """Return what the loop over layers takes."""
-        ranks: Ranks = self._memory.for_layers()
-        return ranks
-
-    def pass_layers(self, rounds: int) -> None:
-        """Take note of so many sums in that loop. Raises RankLost."""
-        self._memory.pass_rounds(rounds)
-        self._memory.check()
+    rank: int
+    ranks: int
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up `x` over all ranks, in float32 and in their order, so that all have the same. Raises RankLost."""
-        total = torch.empty(x.shape, dtype=torch.float32)
-        for own, part in zip(_blocks(x), _blocks(total), strict=True):
-            torch.sum(self._memory.exchange(own), 0, out=part)
-        return total.to(x.dtype)
+        """Add up `x` over all ranks, so that all have the same. Raises RankLost."""
+        ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Collect `x`, of one shape everywhere, on the first rank; others get nothing. Raises RankLost."""
-        found = [torch.empty(x.shape, dtype=x.dtype) for _ in range(self.ranks if self.rank == 0 else 0)]
-        for block, own in enumerate(_blocks(x)):
-            of_all = self._memory.exchange(own)
-            for whole, given in zip(found, of_all):
-                _blocks(whole)[block].copy_(given)
-        return found
+        """Collect `x`, of one shape everywhere, at least on the first rank. Raises RankLost."""
+        ...
 
-    def share_of(self, count: int) -> range:
-        """Return the tokens of a vocabulary of `count` that this rank has; ranks before the last have as many each."""
-        each = -(-count // self.ranks)
-        return range(min(count, self.rank * each), min(count, (self.rank + 1) * each))
+
+def share_of(rank: int, ranks: int, count: int) -> range:
+    """Return which of `count` a rank has; ranks before the last have as many each.
+
+    >>> [share_of(rank, 3, 7) for rank in range(3)]
+    [range(0, 3), range(3, 6), range(6, 7)]
+    """
+    each = -(-count // ranks)
+    return range(min(count, rank * each), min(count, (rank + 1) * each))
 
 
 class SummedOutput(nn.Module):
@@ -92,29 +64,20 @@ class EmbeddingShare(nn.Module):
 
 
 class HeadShare(nn.Module):
-    """A head of which each rank has some tokens' columns. The first rank gives others its states, by `send`."""
+    """A head of which each rank has some tokens' columns."""
 
     def __init__(self, share: nn.Module, vocabulary: int, collectives: Collectives) -> None:
         super().__init__()
         self.share = share
-        self._vocabulary = vocabulary
         self.collectives = collectives
-        self.send: Any = None  # of the first rank, while there are others
+        self._vocabulary = vocabulary
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Compute the logits [..., vocabulary] on the first rank; on others leave states alone till `answer`."""
-        if self.collectives.rank > 0:
-            return states
-        self.send(states)
+        """Compute the logits [..., vocabulary] of states that all ranks have."""
         return torch.cat(self.answer(states), -1)[..., : self._vocabulary]
 
     def answer(self, states: torch.Tensor) -> list[torch.Tensor]:
-        """Compute this rank's logits, and give them to the first one."""
+        """Compute this rank's logits, and collect those of all."""
         each = -(-self._vocabulary // self.collectives.ranks)
         logits = self.share(states)
         return self.collectives.gather(pad(logits, (0, each - logits.shape[-1])))
-
-
-def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut a tensor into pieces that ranks can give each other."""
-    return torch.split(x.reshape(-1), BLOCK)

@@ -2,56 +2,86 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import subprocess
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import IO, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any, Final
 
-from llmbatch.engine.ranks.collectives import Collectives
-from llmbatch.engine.ranks.messages import RankMessage, RankOrders, send
-from llmbatch.engine.ranks.shared_memory import RankLost, SharedMemory, shared_file
 from llmbatch.errors import JobError
 from llmbatch.system.processes import await_beside, start_fed
 
 _GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
 
 
+class RankLost(RuntimeError):
+    """A rank cannot be reached: its process has ended."""
+
+
 class RankTeam:
     """Starts the other ranks, tells them what to compute, and ends them."""
 
-    def __init__(self, orders: RankOrders, collectives: Collectives) -> None:
-        """Start processes by the orders of the first rank. Raises JobError where one does not come up."""
+    def __init__(
+        self,
+        module: str,
+        orders: Sequence[object],
+        *,
+        files: Sequence[int] = (),
+        join: Callable[[], None],
+        leave: Callable[[], None],
+    ) -> None:
+        """Start a process for each of these orders, by the `main` of a module, with these open files.
+
+        `join` waits till all have loaded the model, and is told by `leave`, from another thread, that one has ended.
+        Raises JobError where one does not come up.
+        """
         self._processes: list[subprocess.Popen[bytes]] = []
         self._end = weakref.finalize(self, _end, self._processes)
         try:
-            with shared_file(orders.ranks) as memory:
-                for rank in range(1, orders.ranks):
-                    self._processes.append(start_fed("llmbatch.engine.ranks.rank", memory))
-                    send(_input(self._processes[-1]), replace(orders, rank=rank, memory=memory))
-                shared = SharedMemory(memory, 0, orders.ranks)
-                for process in self._processes:
-                    await_beside(process, shared.open)
-                collectives.join(shared)
+            for given in orders:
+                self._processes.append(start_fed(module, files))
+                send(_input(self._processes[-1]), given)
+            for process in self._processes:
+                await_beside(process, leave)
+            join()
         except (RankLost, OSError) as error:
             lost = self.lost() or str(error)
             self.end()
-            raise JobError(f"the ranks of tensor_parallel={orders.ranks} must all start, and {lost}") from error
+            raise JobError(f"the ranks of tensor_parallel={1 + len(orders)} must all start, and {lost}") from error
 
     @property
     def pids(self) -> list[int]:
         """The processes of the other ranks."""
         return [process.pid for process in self._processes]
 
-    def tell(self, message: RankMessage) -> None:
+    def tell(self, message: object) -> None:
         """Give a message to all other ranks. Raises RankLost."""
         try:
             for process in self._processes:
                 send(_input(process), message)
         except OSError as error:
             raise RankLost(str(error)) from error
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute with the other ranks. Raises RankLost, and says so, where one has ended meanwhile."""
+        try:
+            yield
+        except RuntimeError as error:  # what a library raises that waited for it, too
+            lost = self.lost()
+            if not lost and not isinstance(error, RankLost):
+                raise
+            lost = lost or str(error)
+            logging.getLogger("llmbatch").warning("%s: the rows of its step run again on new ranks", lost)
+            raise RankLost(lost) from None
+
+    def check(self) -> None:
+        """Raise RankLost if a process has ended."""
+        if any(process.poll() is not None for process in self._processes):
+            raise RankLost("a rank has ended")
 
     def lost(self) -> str:
         """Say which rank ended and how; nothing if none did."""
@@ -68,6 +98,20 @@ class RankTeam:
     def end(self) -> None:
         """End the other ranks."""
         self._end()
+
+
+def send(stream: IO[bytes], message: object) -> None:
+    """Write a message."""
+    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """Read the next message; None at the end."""
+    try:
+        return pickle.load(stream)
+    except EOFError:
+        return None
 
 
 def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:

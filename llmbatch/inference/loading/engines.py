@@ -197,8 +197,8 @@ class UnloadedEngines(Engines):
 
     def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
         """Load the weights, and calibrate the device. Raises JobError where memory runs out."""
-        from llmbatch.engine.factory import prepare
         from llmbatch.engine.model.loader import load_weights
+        from llmbatch.engine.preparation import prepare
 
         options, platform = self._options, self._platform
         platform.enter()

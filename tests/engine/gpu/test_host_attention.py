@@ -19,12 +19,12 @@ from llmbatch.engine.calibration.device_cost import cost_model
 from llmbatch.engine.calibration.memory_profile import check_room
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.cpu.engine import CpuEngine
-from llmbatch.engine.factory import prepare
 from llmbatch.engine.host_attention import DeviceModel
 from llmbatch.engine.memory import memory_of_weights, size_pool
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, shape_of
+from llmbatch.engine.preparation import prepare
 from llmbatch.engine.weights.host_layers import CopyStream, PlainCopies
 from llmbatch.engine.weights.residency import StreamedWeights, least_memory
 from llmbatch.errors import JobError, ModelError, ParameterError

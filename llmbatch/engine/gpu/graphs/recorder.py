@@ -175,12 +175,11 @@ class Recordings:
         """Tell whether the tables have room for the pages that a step lists, and for those of its padding."""
         return bool(self._recordings) and pages + MOST_ROWS <= _TABLE
 
-    def run(self, packed: HostBatch, recording: Recording, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
-        """Run a step; returns the padded batch, and the logits [rows, vocabulary] of the rows that are not padding.
+    def repeat(self, packed: HostBatch, recording: Recording) -> tuple[DeviceBatch, torch.Tensor]:
+        """Run a step that was filled in; returns the padded batch, and the logits [rows, vocabulary] of real rows.
 
-        They are valid until the next step. `known` are the generated tokens, flat.
+        They are valid until the next step.
         """
-        recording.fill(packed, known)
         recording.repeat()
         return recording.batch, self._logits[: packed.rows]
 

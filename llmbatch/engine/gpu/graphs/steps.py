@@ -71,6 +71,12 @@ class StepGraphs:
         graphs = self._decodes if step.num_decodes == len(step.slots) else self._mixed
         return graphs.find(step, generation)
 
-    def run(self, packed: HostBatch, recording: Recording, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
-        """Run what was found, as `Recordings.run` does."""
-        return self._recordings.run(packed, recording, known)
+    def recording_of(self, packed: HostBatch) -> Recording:
+        """Return the recording of a batch that was found on another rank, which recorded the same."""
+        found = self._recordings.find(packed)
+        assert found is not None, "all ranks record the same"
+        return found
+
+    def repeat(self, packed: HostBatch, recording: Recording) -> tuple[DeviceBatch, torch.Tensor]:
+        """Run what was found and filled in, as `Recordings.repeat` does."""
+        return self._recordings.repeat(packed, recording)

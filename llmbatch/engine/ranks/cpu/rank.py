@@ -1,4 +1,4 @@
-"""The process of a rank other than the first: computes its share of each step till there are no more."""
+"""The process of a rank on cores other than the first: computes its share of each step till there are no more."""
 
 from __future__ import annotations
 
@@ -10,30 +10,23 @@ import numba
 from llmbatch.engine.cpu.attention import CpuKVCache
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.cpu.threads import threads_at_once
-from llmbatch.engine.model.loader import load_model
-from llmbatch.engine.ranks.collectives import Collectives
-from llmbatch.engine.ranks.messages import RankOrders, RankStates, RankStep, receive
-from llmbatch.engine.ranks.shared_memory import RankLost, SharedMemory
-from llmbatch.engine.ranks.shares import Share, head_of
+from llmbatch.engine.ranks.cpu.collectives import HostCollectives
+from llmbatch.engine.ranks.cpu.messages import HostRank, RankStates, RankStep
+from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory
+from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
+from llmbatch.engine.ranks.team import RankLost, receive
 from llmbatch.system.processes import end_with
 
 
 def main() -> None:
     """Run as one rank by the orders on standard input."""
-    orders: RankOrders = receive(sys.stdin.buffer)
+    own: HostRank = receive(sys.stdin.buffer)
+    orders = own.orders
     end_with(orders.parent)
-    memory = SharedMemory(orders.memory, orders.rank, orders.ranks)
-    share = Share(Collectives(orders.rank, orders.ranks), orders.threads)
+    memory = SharedMemory(own.memory, own.rank, orders.ranks)
+    share = HostShare(HostCollectives(own.rank, orders.ranks), own.threads)
     share.enter()
-    loaded = load_model(
-        orders.folder,
-        dtype=orders.dtype,
-        kv_cache_dtype=orders.kv_cache_dtype,
-        load_format=orders.load_format,
-        trust_remote_code=orders.trust_remote_code,
-        context_length=orders.context_length,
-        platform=replace(HOST, share=share, pack=share.pack),
-    )
+    loaded = orders.load(replace(HOST, share=share, pack=share.pack))
     pages = CpuKVCache(
         loaded.attention,
         num_pages=orders.num_pages,

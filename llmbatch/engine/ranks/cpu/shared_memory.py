@@ -22,15 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.engine.ranks.team import RankLost
 from llmbatch.kernels.cpu.decoder_inputs import Ranks
 from llmbatch.kernels.cpu.workers import Team, arrivals, arrive, have_arrived, is_open, open_barrier, wait_for_all
 
 BLOCK: Final = 2**18  # elements: what 256 rows of a small model are
 _SHARED: Final = Path("/dev/shm")  # files there are in memory alone
-
-
-class RankLost(RuntimeError):
-    """A rank cannot be reached: its process has ended."""
 
 
 @contextmanager

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.choices import DType, KVDType, LoadFormat
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache, StepArrays
+from llmbatch.engine.ranks.orders import RankOrders
 
 
 @dataclass(frozen=True, slots=True)
-class RankOrders:
-    """What a rank is started with: which it is, where the others are, and the model that it has a share of."""
+class HostRank:
+    """What a rank on cores is started with."""
 
+    orders: RankOrders
     rank: int
-    ranks: int
     threads: int
     memory: int  # the open file of `shared_memory` in which ranks meet
-    parent: int  # the process of the first rank
-    folder: str
-    dtype: DType
-    kv_cache_dtype: KVDType
-    load_format: LoadFormat
-    trust_remote_code: bool
-    context_length: int
-    num_pages: int
-    window_pages: int
-    page_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +64,3 @@ class RankStates:
     """States for the head."""
 
     states: torch.Tensor
-
-
-RankMessage = RankStep | RankStates
-
-
-def send(stream: IO[bytes], message: RankOrders | RankMessage) -> None:
-    """Write a message."""
-    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> Any:
-    """Read the next message; None at the end."""
-    try:
-        return pickle.load(stream)
-    except EOFError:
-        return None

@@ -6,7 +6,6 @@ shares of it side by side, and add up what they have behind attention and MLP of
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ from torch import nn
 
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.cpu.engine import CpuEngine
-from llmbatch.engine.ranks.messages import RankStates, RankStep
-from llmbatch.engine.ranks.shared_memory import RankLost
-from llmbatch.engine.ranks.shares import head_of
+from llmbatch.engine.ranks.cpu.messages import RankStates, RankStep
+from llmbatch.engine.ranks.cpu.shares import head_of
 from llmbatch.engine.ranks.team import RankTeam
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
@@ -58,11 +56,8 @@ class RankedEngine:
 
         hook = self._module.register_forward_pre_hook(tell, with_kwargs=True)
         try:
-            return self._engine.execute(step)
-        except RankLost:
-            lost = self._team.lost() or "a rank does not answer"
-            logging.getLogger("llmbatch").warning("%s: the rows of its step run again on new ranks", lost)
-            raise RankLost(lost) from None
+            with self._team.computing():
+                return self._engine.execute(step)
         finally:
             hook.remove()
 

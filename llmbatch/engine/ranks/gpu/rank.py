@@ -1,0 +1,79 @@
+"""The process of a rank on a device other than the first: runs its share of what the first one runs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from llmbatch.engine.attention_choice import choose_attention
+from llmbatch.engine.generation.buffers import TokenBuffers
+from llmbatch.engine.gpu.execution import Sequential
+from llmbatch.engine.gpu.followers import FollowedBatch, NoFollowers
+from llmbatch.engine.gpu.step_forward import StepForward
+from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives, Meeting
+from llmbatch.engine.ranks.gpu.engine import AgreedTimes
+from llmbatch.engine.ranks.gpu.messages import DeviceRank, RankRecordings, RankScores
+from llmbatch.engine.ranks.gpu.shares import DeviceShare
+from llmbatch.engine.ranks.team import RankLost, receive
+from llmbatch.system.processes import end_with
+
+
+def main() -> None:
+    """Run as one rank by the orders on standard input."""
+    own: DeviceRank = receive(sys.stdin.buffer)
+    end_with(own.orders.parent)
+    collectives = DeviceCollectives(own.rank, own.orders.ranks)
+    try:
+        forward = _load(own, collectives)
+        collectives.join(Meeting(own.port), forward.device)
+        with torch.inference_mode():
+            while (message := receive(sys.stdin.buffer)) is not None:
+                _follow(message, forward, collectives)
+    except RankLost:
+        sys.exit(1)  # the first one starts others
+
+
+def _load(own: DeviceRank, collectives: DeviceCollectives) -> StepForward:
+    """Load a rank's share, and take the memory of its pages."""
+    share, orders = DeviceShare(collectives), own.orders
+    platform = replace(own.platform, share=share, pack=share.pack)
+    platform.enter()
+    loaded = orders.load(platform)
+    attention, _ = choose_attention(
+        own.devices.attention,
+        loaded.attention.values(),
+        dtype=loaded.dtype,
+        kv_dtype=getattr(torch, loaded.kv_type.name),
+        device=loaded.device,
+        page_size=orders.page_size,
+    )
+    recorder = None if own.recorder is None else AgreedTimes(own.recorder(), collectives, loaded.device)
+    return StepForward(
+        loaded,
+        attention,
+        TokenBuffers(loaded.eos_token_ids, None, 0, None),
+        num_pages=orders.num_pages,
+        window_pages=orders.window_pages,
+        page_size=orders.page_size,
+        execution=Sequential(),
+        recorder=recorder,
+        followers=NoFollowers(),
+    )
+
+
+def _follow(
+    message: FollowedBatch | RankRecordings | RankScores, forward: StepForward, collectives: DeviceCollectives
+) -> None:
+    """Do as the first rank does."""
+    match message:
+        case FollowedBatch():
+            forward.follow(message, collectives.give)
+        case RankRecordings(decodes, mixed, rates):
+            forward.record(decodes, mixed, rates)
+        case RankScores(shape, dtype):
+            states = torch.empty(shape, dtype=dtype, device=forward.device)
+            collectives.give(states)
+            for _ in forward.head_for(states).logits(states):
+                pass

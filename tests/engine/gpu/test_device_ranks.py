@@ -1,0 +1,235 @@
+"""A model that is split over devices gives the answers of one, and outlives the death of a rank.
+
+The devices are a processor that interprets the kernels, and the ranks meet by gloo: what the first rank tells others,
+and when, is the same on GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from llmbatch import LLMOperator
+from llmbatch.engine.calibration.device_cost import cost_model
+from llmbatch.engine.factory import EngineFactory
+from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
+from llmbatch.engine.gpu.graphs import recorder
+from llmbatch.engine.model.config import describe_model
+from llmbatch.engine.model.loader import load_model
+from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.ranks.gpu import first
+from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
+from llmbatch.engine.ranks.gpu.engine import LeadingEngine
+from llmbatch.engine.ranks.gpu.first import first_of_gpus, leading_engine
+from llmbatch.engine.ranks.gpu.messages import OtherDevices
+from llmbatch.engine.ranks.orders import RankOrders
+from llmbatch.errors import JobError, ParameterError
+from llmbatch.inference.options import Options
+from llmbatch.kernels.triton.backend import TritonAttention
+from llmbatch.planning.workload import Pool
+from llmbatch.scheduler.admission_order import Blend
+from llmbatch.scheduler.output import Step, StepResult
+from tests.engine.gpu.test_engine import ASKED, LAYERS, MAX_TOKENS, assert_told, prompts
+from tests.engine.gpu.test_execution import Again
+from tests.support.golden import Golden, generate
+from tests.support.models import EOS, PAD, tiny_model, tiny_model_folder
+
+HOST = torch.device("cpu")
+ALONE = Platform(HOST, GpuOps(HOST), PAGE_SIZE, max_running=512)
+
+RECORDERS: list[Again] = []  # that this process has made
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices wherever a GPU is asked for, as many as there are ranks; processors elsewhere."""
+    import llmbatch.engine.devices
+
+    find = llmbatch.engine.devices.find_platform
+
+    def found(device: str, ranks: int = 1, kv: Any = "device") -> Platform:
+        if device != "cuda":
+            return find(device, ranks, kv)
+        return ALONE if ranks == 1 else first_of_gpus(ALONE, ranks)
+
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", found)
+
+
+def answers(folder: str, rows: pa.Table, **options: Any) -> pa.Table:
+    common: dict[str, Any] = {"prompt": "text", "max_tokens": 6, "dtype": "float32", "kv_memory": 2**20, "page_size": 8}
+    operator = LLMOperator(model=folder, **{**common, **options})
+    table: pa.Table = operator(rows)
+    return table
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_rows_of_every_kind_are_answered_as_on_a_processor(tmp_path: Path, family: str) -> None:
+    """Scored prompts, forks and steps that the host samples go to all ranks too."""
+    pytest.importorskip("llguidance")
+    folder = tiny_model_folder(tmp_path, family, layers=LAYERS)
+    rows = pa.table(
+        {
+            "text": [f"{'abc' * (i % 3)} row {i}" for i in range(len(ASKED))],
+            "params": [json.dumps(one) for one in ASKED],
+        }
+    )
+    expected = answers(folder, rows, sampling_params="params")
+    found = answers(folder, rows, sampling_params="params", device="cuda", tensor_parallel=2)
+    assert expected["error"].null_count == rows.num_rows
+    for name in expected.column_names:
+        assert_told(found[name].to_pylist(), expected[name].to_pylist())
+
+
+def test_ranks_repeat_what_all_have_recorded(tmp_path: Path) -> None:
+    folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()
+    expected = generate(tiny_model("llama", layers=LAYERS), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    golden = Golden(rows, MAX_TOKENS, page_size=4)
+    golden.num_pages = 60
+    pages = {"num_pages": golden.num_pages, "window_pages": 0, "page_size": 4}
+    engine = leading_engine(
+        loaded,
+        TritonAttention(HOST),
+        orders_of(folder).with_pages(pages),
+        OtherDevices(ALONE, "triton"),
+        recorder=new_recorder,
+    )
+    engine.record(range(1, 4), (16,))
+    assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
+    assert RECORDERS.pop().repeated > 0
+
+
+def test_rows_of_a_rank_that_dies_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_model_folder(tmp_path, "llama", layers=LAYERS)
+    rows = pa.table({"text": [f"row {i}" for i in range(3)]})
+    submit, killed = LeadingEngine.submit, list[int]()
+
+    def kill_once(engine: LeadingEngine, step: Step) -> StepResult | None:
+        if step.index == 2 and not killed:
+            killed.append(engine.pids[0])
+            os.kill(engine.pids[0], signal.SIGKILL)
+        return submit(engine, step)
+
+    monkeypatch.setattr(LeadingEngine, "submit", kill_once)
+    with caplog.at_level(logging.WARNING, "llmbatch"):
+        found = answers(folder, rows, device="cuda", tensor_parallel=2, max_tokens=4)
+    assert len(killed) == 1
+    assert caplog.messages == ["rank 1 of 2 ended by signal 9: the rows of its step run again on new ranks"]
+    assert found["generated_text"].equals(answers(folder, rows, max_tokens=4)["generated_text"])
+
+
+@pytest.mark.slow
+def test_nothing_is_recorded_where_one_rank_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()[:2]
+    expected = generate(tiny_model("llama", layers=LAYERS), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    described = describe_model(folder, dtype="float32", device=HOST)
+    golden = Golden(rows, MAX_TOKENS, page_size=4)
+    factory = EngineFactory(
+        Pool(golden.num_pages, 4),
+        cost_model(ALONE, described, Options.build(model=folder, prompt="text", max_tokens=1)),
+        TritonAttention(HOST),
+        records=True,
+        max_running=2,
+        orders=orders_of(folder),
+        devices=OtherDevices(ALONE, "triton"),
+    )
+    monkeypatch.setattr(recorder, "GraphRecorder", new_recorder)
+    monkeypatch.setattr(Again, "record", refuse)  # here, and not on the other rank
+    with caplog.at_level(logging.WARNING, "llmbatch"):
+        engine = factory.engine(loaded, None, None)
+    assert caplog.messages == ["small steps are not recorded as CUDA graphs, and take longer: it waits"]
+    assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("it waits\nfor something")
+
+
+def test_a_rank_that_does_not_come_up_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first, "_RANK", "llmbatch.errors")  # which has no `main`
+    folder = tiny_model_folder(tmp_path, "llama", layers=LAYERS)
+    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    pages = {"num_pages": 2, "window_pages": 0, "page_size": 4}
+    with pytest.raises(
+        JobError, match=r"^the ranks of tensor_parallel=2 must all start, and rank 1 of 2 ended with status 1$"
+    ):
+        leading_engine(
+            loaded,
+            TritonAttention(HOST),
+            orders_of(folder).with_pages(pages),
+            OtherDevices(ALONE, "triton"),
+            recorder=None,
+        )
+    assert "cannot import name 'main'" in capfd.readouterr().err
+
+
+def test_a_share_can_be_measured_before_others_are_there() -> None:
+    alone, states = DeviceCollectives(0, 3), torch.ones(2)
+    assert alone.sum(states) is states
+    assert len(alone.gather(states)) == 3
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    card = torch.device("cuda", 3)
+    behind = re.escape("tensor_parallel must be at most 1, the GPUs from number 3 on that this process sees, got 2")
+    with pytest.raises(ParameterError, match=f"^{behind}$"):
+        first_of_gpus(replace(ALONE, device=card), 2)
+    with pytest.raises(
+        ParameterError, match=r"^tensor_parallel must be at most 4, the GPUs that this process sees, got 8$"
+    ):
+        first_of_gpus(replace(ALONE, device=torch.device("cuda", 0)), 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("overlap", "interleaved", "auto or sequential"),
+        ("kv", "host", "device"),
+        ("weights", "host", "auto or resident"),
+        ("dtype", "fp8", "auto or float32 or bfloat16 or float16 or int8 or int4"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(name: str, value: str, rule: str) -> None:
+    given: dict[str, Any] = {name: value}
+    with pytest.raises(ParameterError, match=f"^{name} must be {rule} where tensor_parallel is above 1, got '{value}'"):
+        Options.build(model="m", prompt="text", max_tokens=1, tensor_parallel=2, **given)
+
+
+def new_recorder() -> Again:
+    RECORDERS.append(Again())
+    return RECORDERS[-1]
+
+
+def orders_of(folder: str) -> RankOrders:
+    return RankOrders(
+        ranks=2,
+        parent=os.getpid(),
+        folder=folder,
+        dtype="float32",
+        kv_cache_dtype="auto",
+        load_format="auto",
+        trust_remote_code=False,
+        context_length=512,
+    )
