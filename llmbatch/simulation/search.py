@@ -9,7 +9,7 @@ Splits are taken in the order of their bounds and simulated, until the next boun
 simulated. So the best and the runner-up are those of all splits, and few are simulated. Rows beyond `MOST_SIMULATED`
 are not simulated: then bounds decide.
 
-What is better costs less, where every offer has a price, else it ends sooner.
+What is better costs less, where offers have a price, else it ends sooner.
 """
 
 from __future__ import annotations
@@ -91,11 +91,10 @@ def search(
             "devices must hold the longest row, and none of those offered do: lower max_tokens (--max-tokens), or "
             "offer more or larger devices"
         )
-    priced = all(split.offer.price is not None for split in splits)
 
     def worth(split: Split, seconds: float) -> float:
         dollars = split.dollars(seconds)
-        return dollars if priced and dollars is not None else seconds
+        return seconds if dollars is None else dollars
 
     bounds.sort(key=lambda one: worth(one.split, one.seconds))
     simulated: list[tuple[float, SearchedSplit]] = []

@@ -42,7 +42,7 @@ class Offer:
 
     @classmethod
     def all_of(cls, devices: Mapping[str, int], price: Mapping[str, float] | None = None) -> tuple[Offer, ...]:
-        """Read offers from counts by device, and prices of some of them. Raises ParameterError.
+        """Read offers from counts by device, and prices of all of them or none. Raises ParameterError.
 
         >>> [(offer.hardware.name, offer.count, offer.price) for offer in Offer.all_of({"h100": 8}, {"h100": 2.5})]
         [('h100', 8, 2.5)]
@@ -68,6 +68,12 @@ class Offer:
                     f"devices must be at most {_MOST_DEVICES:,} of each kind, got {count:,} of {name}: search for a "
                     "part of the rows on a part of the devices"
                 )
+        unpriced = [name for name in devices if price and name.lower() not in price]
+        if unpriced:
+            raise ParameterError(
+                f"price must be given for every kind of devices or for none, got none for {unpriced[0]!r}: name it in "
+                "price (--price) too, since what costs least is the best"
+            )
         found = {name: find_hardware(text("devices", name), option="devices") for name in devices}
         return tuple(cls(hardware, devices[name], price.get(name.lower())) for name, hardware in found.items())
 

@@ -182,6 +182,12 @@ def test_a_split_is_said_in_a_line() -> None:
             {"l40s": 1.0},
             "price must be of devices that are offered, got 'l40s': name it in devices (--devices) too",
         ),
+        (
+            {"h100": 1, "L40S": 1},
+            {"H100": 2.0},
+            "price must be given for every kind of devices or for none, got none for 'L40S': name it in price "
+            "(--price) too, since what costs least is the best",
+        ),
         ("h100:8", None, "devices must be a mapping from names of devices, got 'h100:8'"),
         (["h100"], None, "devices must be a mapping from names of devices, got ['h100']"),
         ({"h100": 2.5}, None, "devices['h100'] must be a whole number, got 2.5"),
