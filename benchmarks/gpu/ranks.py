@@ -100,6 +100,7 @@ def _engine(stage: Stage, ranks: int) -> GpuEngine:
             load_format="dummy",
             trust_remote_code=False,
             context_length=loaded.context_length,
+            files=loaded.files,
             **pages,
         )
         others = OtherDevices(replace(stage.platform, copies=None), "triton")

@@ -46,7 +46,7 @@ def prepare(
     `pool` is that of `size_pool`. Raises ModelError if no attention works, and JobError if the step does not fit.
     """
     if platform.is_host:
-        return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed, _orders(model, config))
+        return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed, _orders(model, config, loaded))
     if platform.attends_on_host:
         return _attended_on_the_host(cost_model(platform, model, config), loaded, scheduling, pool)
     attention, notes = choose_attention(
@@ -67,7 +67,7 @@ def prepare(
         strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
         factory = EngineFactory(pool, cost_model(platform, model, config), attention, strategy)
     factory = replace(factory, notes=(*notes, *factory.notes))
-    orders = _orders(model, config)
+    orders = _orders(model, config, loaded)
     return factory if orders is None else replace(factory, orders=orders, devices=_other_devices(platform, config))
 
 
@@ -161,13 +161,13 @@ def _attended_on_the_host(cost: CostModel, loaded: LoadedModel, scheduling: Sche
     return factory
 
 
-def _orders(model: ModelConfig, config: EngineConfig) -> RankOrders | None:
+def _orders(model: ModelConfig, config: EngineConfig, loaded: LoadedModel) -> RankOrders | None:
     """Return what other ranks are started with, if there are any."""
     if config.tensor_parallel == 1:
         return None
     from llmbatch.engine.ranks.orders import RankOrders
 
-    return RankOrders.of(model, config)
+    return RankOrders.of(model, config, loaded.files)
 
 
 def _other_devices(platform: Platform, config: EngineConfig) -> OtherDevices:

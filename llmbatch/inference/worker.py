@@ -116,9 +116,14 @@ class Worker(TableWorker):
             check_vocabulary(options.sampling, shape_of(self.model).vocabulary)
 
     def load(self) -> LoadedEngines:
-        """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
+        """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out.
+
+        The engine is made, too, unless its memory is split by the first window.
+        """
         begun = time.perf_counter()
         self._engines = engines = self._engines.load(self.scheduling, self._progress)
+        if not engines.pool.windows.tokens:
+            engines.engine()
         self._compilation.load()
         self.load_seconds += time.perf_counter() - begun
         return engines

@@ -43,13 +43,13 @@ def start_beside(module: str, *arguments: str, stdout: int = subprocess.DEVNULL)
 def start_fed(module: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start a process that calls the `main` of a module, and reads what this one writes to its standard input.
 
-    It has the open `files` under the same numbers. A Ctrl-C in the terminal is not for it. It says what goes wrong
-    where this process does.
+    This one may read its standard output. It has the open `files` under the same numbers. A Ctrl-C in the terminal is
+    not for it. It says what goes wrong where this process does.
     """
     return subprocess.Popen(
         _command(module, ()),
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         pass_fds=files,
         start_new_session=True,
     )
@@ -65,6 +65,15 @@ def await_beside(process: subprocess.Popen[bytes], then: Callable[[], None] = la
     waiting = threading.Thread(target=wait, name="beside", daemon=True)
     waiting.start()
     return waiting
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process was stopped by a signal, and waits for another one to go on."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or this system does not say so
+        return False
 
 
 def end_with(parent: int) -> None:

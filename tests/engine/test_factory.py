@@ -88,7 +88,7 @@ def prepared(
 ) -> EngineFactory:
     asked, platform = options(tensor_parallel=ranks, **given), replace(PLATFORM, ranks=ranks)
     loaded: Any = SimpleNamespace(
-        attention={}, dtype=torch.float32, kv_type=described.kv_type, device=CARD, streamed=streamed
+        attention={}, dtype=torch.float32, kv_type=described.kv_type, device=CARD, streamed=streamed, files=()
     )
     pool = size_pool(platform, described, asked)
     return prepare(platform, described, loaded, asked, Scheduling(max_running=64), pool)
@@ -131,7 +131,7 @@ def test_gpus_that_share_a_model_are_calibrated_as_one_and_say_what_they_tell_ea
     assert two.pool.num_pages == 2 * ROOM // (described.bytes_per_token * PAGE_SIZE)
     assert two.cost == with_sums(linked.cost(two.cost.shape), 2)
     assert two.cost.rates.step_seconds > 0
-    assert two.orders == RankOrders.of(described, options(tensor_parallel=2))
+    assert two.orders == RankOrders.of(described, options(tensor_parallel=2), files=())
 
 
 def test_what_gpus_that_share_a_model_do_is_foreseen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from llmbatch.engine.ranks.cpu.collectives import HostCollectives
 from llmbatch.engine.ranks.cpu.shared_memory import BLOCK, SharedMemory, shared_file
-from llmbatch.engine.ranks.team import RankLost
+from llmbatch.engine.ranks.reports import RankLost
+from llmbatch.errors import JobError
 
 
 def on_ranks(ranks: int, compute: Callable[[HostCollectives], Any]) -> list[Any]:
@@ -60,6 +62,19 @@ def test_the_first_rank_gathers_what_all_have() -> None:
 def test_the_memory_has_no_name_that_a_kill_would_leave() -> None:
     with shared_file(2) as memory:
         assert os.fstat(memory).st_nlink == 0
+
+
+def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    said = (
+        r"^the [\d,]+ bytes in which tensor_parallel=2 ranks meet must fit in memory, and they do not "
+        r"\(Cannot allocate memory\): take fewer ranks \(--tensor-parallel\)$"
+    )
+    with pytest.raises(JobError, match=said), shared_file(2):
+        pass
 
 
 def test_nobody_waits_for_a_rank_that_has_ended() -> None:

@@ -21,13 +21,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llmbatch import LLMOperator, ParameterError
+from llmbatch import JobError, LLMOperator, ParameterError
 from llmbatch.engine.cpu.threads import threads_told
+from llmbatch.engine.ranks import team
 from llmbatch.engine.ranks.collectives import share_of
 from llmbatch.engine.ranks.cpu import first
 from llmbatch.engine.ranks.cpu.engine import RankedEngine
 from llmbatch.engine.ranks.plan import check_cores
 from llmbatch.scheduler.output import Step, StepResult
+from llmbatch.system import processes
 from tests.support.models import tiny_model_folder
 from tests.support.paths import ROOT
 
@@ -114,6 +116,86 @@ def test_rows_of_a_rank_that_dies_run_again(
     assert caplog.messages == ["rank 1 of 2 ended by signal 9: the rows of its step run again on new ranks"]
     assert table["error"].null_count == len(table)
     assert table["generated_text"].equals(answers(folder, max_tokens=7)["generated_text"])
+
+
+def test_a_rank_that_is_stopped_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All others wait for it, and neither a signal nor a deadline would be noticed."""
+    folder = tiny_model_folder(tmp_path, "qwen2")
+    monkeypatch.setattr(team, "_STOPPED_S", 0.0)
+    monkeypatch.setattr(team, "_LOOK_S", 0.01)
+    execute, stopped = RankedEngine.execute, list[int]()
+
+    def stop_once(engine: RankedEngine, step: Step) -> StepResult:
+        if not stopped:
+            stopped.append(engine.pids[0])
+            os.kill(engine.pids[0], signal.SIGSTOP)
+        return execute(engine, step)
+
+    monkeypatch.setattr(RankedEngine, "execute", stop_once)
+    with caplog.at_level(logging.WARNING, "llmbatch"):
+        table = answers(folder, tensor_parallel=2, max_tokens=2)
+    assert caplog.messages == [
+        "rank 1 was stopped for 0 seconds, and is ended",
+        "rank 1 of 2 ended by signal 9: the rows of its step run again on new ranks",
+    ]
+    assert table["error"].null_count == len(table)
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each rank is killed as soon as its process is there; those behind are not."""
+    start, killed = processes.start_fed, list[bool]()
+
+    def start_and_kill(*given: Any) -> Any:
+        process = start(*given)
+        if killed and killed.pop(0):
+            process.kill()
+        return process
+
+    monkeypatch.setattr(team, "start_fed", start_and_kill)
+    return killed
+
+
+def test_a_rank_that_is_killed_while_it_loads_is_started_again(
+    tmp_path: Path, kills: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    kills.append(True)
+    with caplog.at_level(logging.WARNING, "llmbatch"):
+        table = answers(tiny_model_folder(tmp_path, "qwen2"), tensor_parallel=2, max_tokens=2)
+    assert caplog.messages == [
+        "rank 1 of 2 ended by signal 9 before it had loaded the model: the ranks are started again"
+    ]
+    assert table["error"].null_count == len(table)
+
+
+def test_ranks_that_are_killed_whenever_they_load_end_the_job(tmp_path: Path, kills: list[bool]) -> None:
+    kills += [True] * 3
+    with pytest.raises(JobError) as raised:
+        answers(tiny_model_folder(tmp_path, "qwen2"), tensor_parallel=2, max_tokens=2)
+    assert str(raised.value) == (
+        "the ranks of tensor_parallel=2 must all start, and rank 1 of 2 ended by signal 9 3 times: if memory ran out, "
+        "take fewer ranks or a smaller dtype"
+    )
+
+
+def test_a_rank_that_finds_other_weights_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are replaced once the first rank has loaded them."""
+    folder = tiny_model_folder(tmp_path, "qwen2")
+    start = processes.start_fed
+
+    def replace_and_start(*given: Any) -> Any:
+        (tmp_path / "model.safetensors").touch()
+        return start(*given)
+
+    monkeypatch.setattr(team, "start_fed", replace_and_start)
+    with pytest.raises(JobError) as raised:
+        answers(folder, tensor_parallel=2, max_tokens=2)
+    assert str(raised.value) == (
+        f"the ranks of tensor_parallel=2 must all start, and rank 1 of 2 ended: the files in model folder {folder!r} "
+        "must stay as they are while processes load them, and they have changed: run the job again"
+    )
 
 
 @pytest.mark.slow

@@ -17,10 +17,12 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any, Final
 
-from llmbatch.engine.model.digests import digest, digests
+from llmbatch.engine.model.digests import digest, digests, state_of
 from llmbatch.errors import ModelError
 from llmbatch.system.cache import cache_folder
 from llmbatch.system.processes import start_beside
+
+ModelFiles = tuple[tuple[str, list[int]], ...]  # of each its name, and metadata that changes with it
 
 _HUB_SECONDS: Final = 8.0
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
@@ -71,10 +73,19 @@ def has_weights(folder: Path) -> bool:
 
 def model_digest(folder: str) -> str:
     """Digest the contents of a model's folder: each file by its name and its whole content."""
-    files = sorted({file for pattern in (*_METADATA, *_WEIGHTS) for file in Path(folder).glob(pattern)})
+    files = _files(folder)
     named = zip(files, digests(files, cache_folder()), strict=True)
     listed = "".join(f"{file.name} {content}\n" for file, content in named)
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
+
+
+def files_as_they_are(folder: str) -> ModelFiles:
+    """Return a model's files as they are now; it reads none."""
+    return tuple((file.name, state_of(file)) for file in _files(folder))
+
+
+def _files(folder: str) -> list[Path]:
+    return sorted({file for pattern in (*_METADATA, *_WEIGHTS) for file in Path(folder).glob(pattern)})
 
 
 @contextlib.contextmanager

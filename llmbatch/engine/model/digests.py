@@ -50,7 +50,7 @@ def _of_blob(file: Path) -> str | None:
     return target.name if target.parent.name == "blobs" and _BLOB.fullmatch(target.name) else None
 
 
-def _state(file: Path) -> list[int]:
+def state_of(file: Path) -> list[int]:
     """Return metadata that changes with a file, even if its size stays and its time is set back."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino]
@@ -66,17 +66,17 @@ def _kept(file: Path, cache: Path) -> str | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads(_note(file, cache).read_bytes())
-        if kept["state"] == _state(file) and isinstance(kept["digest"], str):
+        if kept["state"] == state_of(file) and isinstance(kept["digest"], str):
             return kept["digest"]
     return None
 
 
 def _hash(file: Path, cache: Path) -> str:
-    before = _state(file)
+    before = state_of(file)
     with file.open("rb") as stream:
         name = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     changed = max(file.stat().st_mtime, file.stat().st_ctime)
-    if before[0] >= _SMALL and _state(file) == before and time.time() - changed > _SETTLED:
+    if before[0] >= _SMALL and state_of(file) == before and time.time() - changed > _SETTLED:
         note = _note(file, cache)
         unfinished = note.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):  # a cache that cannot be written costs another reading, and no more

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from llmbatch.choices import KVDType, LoadFormat
 from llmbatch.engine.model.attention_interface import survey
 from llmbatch.engine.model.by_layer import load_by_layer, open_host_layers
+from llmbatch.engine.model.checkpoints import ModelFiles, files_as_they_are
 from llmbatch.engine.model.config import (
     BUILDING,
     DType,
@@ -39,6 +40,7 @@ from llmbatch.engine.model.refusals import decoder_layers
 from llmbatch.engine.weights.block_file import scratch_folder
 from llmbatch.engine.weights.mapped import MappedWeights
 from llmbatch.engine.weights.residency import StreamedWeights
+from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
 
 
@@ -56,6 +58,7 @@ class LoadedModel:
     attention: dict[int, AttentionSpec]  # by layer
     notes: tuple[str, ...]  # for the user, a sentence each
     streamed: StreamedWeights | None = None  # None: all weights are in memory
+    files: ModelFiles = ()  # where other processes load them too
 
 
 def load_model(
@@ -108,6 +111,7 @@ def _loaded(
 ) -> LoadedModel:
     """Load a described model, alone in this process."""
     folder = described.folder
+    files = () if platform.share is None else files_as_they_are(folder)
     notes = _room(described) if load_format != "dummy" else ()
     streaming = hosted = None
     if weights_memory is not None and platform.is_host:
@@ -119,6 +123,8 @@ def _loaded(
     module = read_module(described, load_format, platform, streaming, in_host=in_host).eval().requires_grad_(False)
     streamed = load_by_layer(module, described, platform, hosted) if by_layer else None
     if platform.share is not None:
+        if files_as_they_are(folder) != files:
+            raise changed_files(folder)
         platform.share.cut(folder, module, described.config)
     module.to(platform.device)
     with torch.inference_mode():
@@ -155,6 +161,15 @@ def _loaded(
         attention=attention,
         notes=notes,
         streamed=packed.streamed,
+        files=files,
+    )
+
+
+def changed_files(folder: str) -> ModelError:
+    """Make the error of a model whose files are others than those that another process has loaded."""
+    return ModelError(
+        f"the files in model folder {folder!r} must stay as they are while processes load them, and they have changed: "
+        "run the job again"
     )
 
 

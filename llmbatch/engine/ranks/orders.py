@@ -9,8 +9,9 @@ from typing import Any
 
 from llmbatch.choices import DType, KVDType, LoadFormat
 from llmbatch.engine.config import EngineConfig
+from llmbatch.engine.model.checkpoints import ModelFiles
 from llmbatch.engine.model.config import ModelConfig
-from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.model.loader import LoadedModel, changed_files, load_model
 from llmbatch.engine.model.platform import Platform
 
 
@@ -26,13 +27,14 @@ class RankOrders:
     load_format: LoadFormat
     trust_remote_code: bool
     context_length: int
+    files: ModelFiles  # as the first rank has loaded them
     num_pages: int = 0  # known once an engine is built
     window_pages: int = 0
     page_size: int = 0
 
     @classmethod
-    def of(cls, model: ModelConfig, config: EngineConfig) -> RankOrders:
-        """Order what the first rank, in this process, was asked for."""
+    def of(cls, model: ModelConfig, config: EngineConfig, files: ModelFiles) -> RankOrders:
+        """Order what the first rank, in this process, was asked for; it has loaded these files."""
         dtype = model.layer_type or str(model.dtype).removeprefix("torch.")
         return cls(
             ranks=config.tensor_parallel,
@@ -43,6 +45,7 @@ class RankOrders:
             load_format=config.load_format,
             trust_remote_code=config.trust_remote_code,
             context_length=model.context_length,
+            files=files,
         )
 
     def with_pages(self, pages: Mapping[str, Any]) -> RankOrders:
@@ -50,8 +53,8 @@ class RankOrders:
         return replace(self, **pages)
 
     def load(self, platform: Platform) -> LoadedModel:
-        """Load a rank's share: that of the platform."""
-        return load_model(
+        """Load a rank's share: that of the platform. Raises ModelError where files have changed meanwhile."""
+        loaded = load_model(
             self.folder,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
@@ -60,3 +63,6 @@ class RankOrders:
             context_length=self.context_length,
             platform=platform,
         )
+        if loaded.files != self.files:
+            raise changed_files(self.folder)
+        return loaded

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import pickle
+import select
 import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import IO, Any, Final
 
+from llmbatch.engine.ranks.reports import RankLost
 from llmbatch.errors import JobError
-from llmbatch.system.processes import await_beside, start_fed
+from llmbatch.system.processes import is_stopped, start_fed
 
+_STARTS: Final = 3
 _GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
-
-
-class RankLost(RuntimeError):
-    """A rank cannot be reached: its process has ended."""
+_STOPPED_S: Final = 10.0  # that a process may be stopped (SIGSTOP)
+_LOOK_S: Final = 1.0  # between looks at whether it is
+_log = logging.getLogger("llmbatch")
 
 
 class RankTeam:
@@ -36,7 +41,7 @@ class RankTeam:
         """Start a process for each of these orders, by the `main` of a module, with these open files.
 
         `join` waits till all have loaded the model, and is told by `leave`, from another thread, that one has ended.
-        Raises JobError where one does not come up.
+        Raises RankLost where one does not come up.
         """
         self._processes: list[subprocess.Popen[bytes]] = []
         self._end = weakref.finalize(self, _end, self._processes)
@@ -44,13 +49,16 @@ class RankTeam:
             for given in orders:
                 self._processes.append(start_fed(module, files))
                 send(_input(self._processes[-1]), given)
-            for process in self._processes:
-                await_beside(process, leave)
+            for rank, process in enumerate(self._processes, 1):
+                Thread(target=_watch, args=(process, rank, leave), name=f"rank {rank}", daemon=True).start()
             join()
         except (RankLost, OSError) as error:
-            lost = self.lost() or str(error)
+            lost = self.lost() or RankLost(str(error))
             self.end()
-            raise JobError(f"the ranks of tensor_parallel={1 + len(orders)} must all start, and {lost}") from error
+            raise lost from error
+        except BaseException:  # the job is to end
+            self.end()
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -72,32 +80,49 @@ class RankTeam:
             yield
         except RuntimeError as error:  # what a library raises that waited for it, too
             lost = self.lost()
-            if not lost and not isinstance(error, RankLost):
+            if lost is None and not isinstance(error, RankLost):
                 raise
-            lost = lost or str(error)
-            logging.getLogger("llmbatch").warning("%s: the rows of its step run again on new ranks", lost)
-            raise RankLost(lost) from None
+            lost = lost or RankLost(str(error))
+            _log.warning("%s: the rows of its step run again on new ranks", lost)
+            raise lost from None
 
     def check(self) -> None:
         """Raise RankLost if a process has ended."""
         if any(process.poll() is not None for process in self._processes):
             raise RankLost("a rank has ended")
 
-    def lost(self) -> str:
-        """Say which rank ended and how; nothing if none did."""
+    def lost(self) -> RankLost | None:
+        """Say which rank ended and how; None if none did."""
         limit = time.monotonic() + _GRACE_S
         while time.monotonic() < limit:
             for rank, process in enumerate(self._processes, 1):
                 code = process.poll()
                 if code is not None:
-                    how = f"by signal {-code}" if code < 0 else f"with status {code}"
-                    return f"rank {rank} of {len(self._processes) + 1} ended {how}"
+                    how = f" by signal {-code}" if code < 0 else _reason(process) or f" with status {code}"
+                    return RankLost(f"rank {rank} of {len(self._processes) + 1} ended{how}", by_signal=code < 0)
             time.sleep(0.01)
-        return ""
+        return None
 
     def end(self) -> None:
         """End the other ranks."""
         self._end()
+
+
+def start_team(build: Callable[[], RankTeam], ranks: int) -> RankTeam:
+    """Start the other ones of so many ranks by `build`; again where one was killed while it loaded. Raises JobError."""
+    for attempt in range(_STARTS):
+        try:
+            return build()
+        except RankLost as error:
+            lost = error
+        if not lost.by_signal:
+            break
+        if attempt < _STARTS - 1:
+            _log.warning("%s before it had loaded the model: the ranks are started again", lost)
+    ended = f"the ranks of tensor_parallel={ranks} must all start, and {lost}"
+    if lost.by_signal:
+        ended += f" {_STARTS} times: if memory ran out, take fewer ranks or a smaller dtype"
+    raise JobError(ended) from lost
 
 
 def send(stream: IO[bytes], message: object) -> None:
@@ -114,6 +139,27 @@ def receive(stream: IO[bytes]) -> Any:
         return None
 
 
+def _watch(process: subprocess.Popen[bytes], rank: int, leave: Callable[[], None]) -> None:
+    """Wait for the end of a process, and `leave` then; kill one that is stopped, since all others wait for it."""
+    ended, stopped_since = os.pidfd_open(process.pid), math.inf
+    while not select.select([ended], [], [], _LOOK_S)[0]:
+        now = time.monotonic()
+        stopped_since = min(stopped_since, now) if is_stopped(process.pid) else math.inf
+        if now - stopped_since > _STOPPED_S:
+            _log.warning("rank %d was stopped for %.0f seconds, and is ended", rank, _STOPPED_S)
+            process.kill()
+    os.close(ended)
+    process.wait()
+    leave()
+
+
+def _reason(process: subprocess.Popen[bytes]) -> str:
+    """Read what a process that has ended says of it; nothing if it said nothing."""
+    assert process.stdout is not None, "ranks say there why they end"
+    said = process.stdout.read().decode(errors="replace")
+    return said and f": {said}"
+
+
 def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
     assert process.stdin is not None, "ranks are told what to do there"
     return process.stdin
@@ -124,5 +170,6 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.kill()
     for process in processes:
         process.wait()
-        with suppress(OSError):  # what a rank that died did not read
-            _input(process).close()
+        for stream in (_input(process), process.stdout):
+            with suppress(OSError):  # what a rank that died did not read
+                stream and stream.close()

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llmbatch.engine.weights.block_file import writing_to
+from llmbatch.engine.weights.weight_files import weight_files
 from llmbatch.errors import ModelError
 
 _PART: Final = 1 << 22  # numbers that are converted at once
@@ -45,7 +46,7 @@ class MappedWeights:
 
         Raises ModelError where the folder has no .safetensors files, or one that cannot be read.
         """
-        files = sorted(folder.glob("*.safetensors"))
+        files = weight_files(folder)
         if not files:
             raise ModelError(
                 f"model folder {str(folder)!r} must hold .safetensors files where not all weights stay in memory: "

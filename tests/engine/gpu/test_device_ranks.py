@@ -26,6 +26,7 @@ from llmbatch.engine.calibration.device_cost import cost_model
 from llmbatch.engine.factory import EngineFactory
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.graphs import recorder
+from llmbatch.engine.model.checkpoints import files_as_they_are
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.engine.model.platform import Platform
@@ -232,4 +233,5 @@ def orders_of(folder: str) -> RankOrders:
         load_format="auto",
         trust_remote_code=False,
         context_length=512,
+        files=files_as_they_are(folder),
     )

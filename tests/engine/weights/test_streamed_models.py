@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.mixture.experts import Experts
@@ -53,6 +54,16 @@ def test_streamed_weights_give_the_logits_of_resident_ones(tmp_path: Path, famil
     assert streamed.streamed is not None
     assert torch.equal(logits(streamed), logits(resident))
     assert torch.allclose(logits(resident), truth(family), atol=1e-4)
+
+
+def test_shards_of_an_earlier_download_are_left_alone(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "model", "llama")
+    resident = load_model(folder, dtype="float32", platform=HOST)
+    whole = load_file(f"{folder}/model.safetensors")
+    stale = {name: 0.5 * tensor for name, tensor in whole.items()}
+    save_file(stale, f"{folder}/model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    streamed = load_model(folder, dtype="float32", weights_memory=1, platform=HOST)
+    assert torch.equal(logits(streamed), logits(resident))
 
 
 def test_weights_of_another_type_are_converted_on_their_way(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +11,9 @@ from safetensors import safe_open
 
 from llmbatch.engine.model.quantised.dequantise import QuantisedWeight
 from llmbatch.engine.model.quantised.quantisation import Quantisation
+from llmbatch.engine.weights.weight_files import weight_files
 from llmbatch.errors import ModelError
 
-_INDEX: Final = "model.safetensors.index.json"
 _WORDS: Final = ("qweight", "qzeros", "scales")
 # Parts of a weight, by the one that is always there: those that must be there too, and those that may be.
 _PARTS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
@@ -43,8 +42,14 @@ def open_weights(folder: Path, quantisation: Quantisation, dtype: torch.dtype) -
 
     Raises ModelError where the files do not hold what the config says.
     """
+    files = weight_files(folder)
+    if not files:
+        raise ModelError(
+            f"quantised weights in model folder {str(folder)!r} must be .safetensors files, got pytorch_model.bin: "
+            "take the files of the same model that are not quantised"
+        )
     slices: dict[str, Any] = {}
-    for file in _files(folder):
+    for file in files:
         with safe_open(file, framework="pt") as opened:
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
     weights: dict[str, Any] = {}
@@ -75,19 +80,3 @@ def _parts(slices: Mapping[str, Any], layer: str, mark: str) -> dict[str, Any]:
             "copy or download them again"
         )
     return {part: slices[f"{layer}.{part}"] for part in (*needed, *others) if f"{layer}.{part}" in slices}
-
-
-def _files(folder: Path) -> list[Path]:
-    """List the files that hold the weights, as transformers finds them."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if (folder / _INDEX).is_file():
-        names = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(
-            f"quantised weights in model folder {str(folder)!r} must be .safetensors files, got pytorch_model.bin: "
-            "take the files of the same model that are not quantised"
-        )
-    return files

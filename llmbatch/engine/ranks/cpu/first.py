@@ -17,7 +17,7 @@ from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory, shared_file
 from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
 from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.engine.ranks.plan import check_cores
-from llmbatch.engine.ranks.team import RankTeam
+from llmbatch.engine.ranks.team import RankTeam, start_team
 from llmbatch.system.measurements import usable_cores
 
 _RANK: Final = "llmbatch.engine.ranks.cpu.rank"
@@ -38,9 +38,12 @@ def threads_of(ranks: int) -> int:
 def with_ranks(engine: CpuEngine, loaded: LoadedModel, orders: RankOrders) -> RankedEngine:
     """Start the other ranks of a share, and return the engine of all. Raises JobError where one does not come up."""
     collectives, threads = head_of(loaded.module).collectives, threads_of(orders.ranks)
-    with shared_file(orders.ranks) as file:
-        memory = SharedMemory(file, 0, orders.ranks)
-        others = [HostRank(orders, rank, threads, file) for rank in range(1, orders.ranks)]
-        join = partial(collectives.join, memory)
-        team = RankTeam(_RANK, others, files=[file], join=join, leave=memory.open)
-    return RankedEngine(engine, loaded.module, team)
+
+    def build() -> RankTeam:
+        with shared_file(orders.ranks) as file:
+            memory = SharedMemory(file, 0, orders.ranks)
+            others = [HostRank(orders, rank, threads, file) for rank in range(1, orders.ranks)]
+            join = partial(collectives.join, memory)
+            return RankTeam(_RANK, others, files=[file], join=join, leave=memory.open)
+
+    return RankedEngine(engine, loaded.module, start_team(build, orders.ranks))

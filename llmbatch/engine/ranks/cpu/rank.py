@@ -14,15 +14,21 @@ from llmbatch.engine.ranks.cpu.collectives import HostCollectives
 from llmbatch.engine.ranks.cpu.messages import HostRank, RankStates, RankStep
 from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory
 from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
-from llmbatch.engine.ranks.team import RankLost, receive
+from llmbatch.engine.ranks.reports import reporting
+from llmbatch.engine.ranks.team import receive
 from llmbatch.system.processes import end_with
 
 
 def main() -> None:
     """Run as one rank by the orders on standard input."""
     own: HostRank = receive(sys.stdin.buffer)
+    end_with(own.orders.parent)
+    with reporting():
+        _run(own)
+
+
+def _run(own: HostRank) -> None:
     orders = own.orders
-    end_with(orders.parent)
     memory = SharedMemory(own.memory, own.rank, orders.ranks)
     share = HostShare(HostCollectives(own.rank, orders.ranks), own.threads)
     share.enter()
@@ -36,12 +42,9 @@ def main() -> None:
     )
     numba.set_num_threads(threads_at_once())
     head = head_of(loaded.module)
-    try:
-        share.collectives.join(memory)
-        while (message := receive(sys.stdin.buffer)) is not None:
-            if isinstance(message, RankStep):
-                message.run(loaded.module, pages)
-            elif isinstance(message, RankStates):
-                head.answer(message.states)
-    except RankLost:
-        sys.exit(1)  # the first one starts others
+    share.collectives.join(memory)
+    while (message := receive(sys.stdin.buffer)) is not None:
+        if isinstance(message, RankStep):
+            message.run(loaded.module, pages)
+        elif isinstance(message, RankStates):
+            head.answer(message.states)

@@ -12,31 +12,42 @@ something, and raise `RankLost` behind it.
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.ranks.team import RankLost
+from llmbatch.engine.ranks.reports import RankLost
+from llmbatch.errors import JobError
 from llmbatch.kernels.cpu.decoder_inputs import Ranks
 from llmbatch.kernels.cpu.workers import Team, arrivals, arrive, have_arrived, is_open, open_barrier, wait_for_all
 
 BLOCK: Final = 2**18  # elements: what 256 rows of a small model are
-_SHARED: Final = Path("/dev/shm")  # files there are in memory alone
 
 
 @contextmanager
 def shared_file(ranks: int) -> Iterator[int]:
-    """Open the file that so many ranks have in memory. It has no name, so nothing of it is left when they end."""
-    with tempfile.TemporaryFile(dir=_SHARED if _SHARED.is_dir() else None) as file:
-        file.write(bytes(2 * arrivals().nbytes + 2 * ranks * BLOCK * 4))  # written, so that there is room for all of it
-        file.flush()
-        yield file.fileno()
+    """Open the file that so many ranks have in memory. It has no name, so nothing of it is left when they end.
+
+    Raises JobError where there is no room for it.
+    """
+    size = 2 * arrivals().nbytes + 2 * ranks * BLOCK * 4
+    file = os.memfd_create("llmbatch-ranks")
+    try:
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            raise JobError(
+                f"the {size:,} bytes in which tensor_parallel={ranks} ranks meet must fit in memory, and they do not "
+                f"({error.strerror}): take fewer ranks (--tensor-parallel)"
+            ) from error
+        yield file
+    finally:
+        os.close(file)
 
 
 class SharedMemory:

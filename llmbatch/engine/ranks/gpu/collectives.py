@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
-from llmbatch.engine.ranks.team import RankLost
+from llmbatch.engine.ranks.reports import RankLost
 
 _DIST: Any = torch.distributed  # its types say little
 _HOST: Final = "127.0.0.1"

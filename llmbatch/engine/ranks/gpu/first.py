@@ -19,7 +19,7 @@ from llmbatch.engine.ranks.gpu.engine import AgreedTimes, LeadingEngine, ToldFol
 from llmbatch.engine.ranks.gpu.messages import DeviceRank, OtherDevices
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
 from llmbatch.engine.ranks.orders import RankOrders
-from llmbatch.engine.ranks.team import RankTeam
+from llmbatch.engine.ranks.team import RankTeam, start_team
 from llmbatch.kernels.interface import PagedAttention
 
 _RANK: Final = "llmbatch.engine.ranks.gpu.rank"
@@ -54,9 +54,14 @@ def leading_engine(
     Raises JobError where a rank does not come up.
     """
     collectives: Any = next(part for part in loaded.module.modules() if isinstance(part, HeadShare)).collectives
-    meeting, device = Meeting(), loaded.device
-    others = [DeviceRank(orders, devices, recorder, rank, meeting.port) for rank in range(1, orders.ranks)]
-    team = RankTeam(_RANK, others, join=partial(collectives.join, meeting, device), leave=meeting.leave)
+    device = loaded.device
+
+    def build() -> RankTeam:
+        meeting = Meeting()
+        others = [DeviceRank(orders, devices, recorder, rank, meeting.port) for rank in range(1, orders.ranks)]
+        return RankTeam(_RANK, others, join=partial(collectives.join, meeting, device), leave=meeting.leave)
+
+    team = start_team(build, orders.ranks)
     return LeadingEngine(
         loaded,
         attention,

@@ -16,7 +16,8 @@ from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives, Meeting
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes
 from llmbatch.engine.ranks.gpu.messages import DeviceRank, RankRecordings, RankScores
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
-from llmbatch.engine.ranks.team import RankLost, receive
+from llmbatch.engine.ranks.reports import reporting
+from llmbatch.engine.ranks.team import receive
 from llmbatch.system.processes import end_with
 
 
@@ -25,14 +26,11 @@ def main() -> None:
     own: DeviceRank = receive(sys.stdin.buffer)
     end_with(own.orders.parent)
     collectives = DeviceCollectives(own.rank, own.orders.ranks)
-    try:
+    with reporting(), torch.inference_mode():
         forward = _load(own, collectives)
         collectives.join(Meeting(own.port), forward.device)
-        with torch.inference_mode():
-            while (message := receive(sys.stdin.buffer)) is not None:
-                _follow(message, forward, collectives)
-    except RankLost:
-        sys.exit(1)  # the first one starts others
+        while (message := receive(sys.stdin.buffer)) is not None:
+            _follow(message, forward, collectives)
 
 
 def _load(own: DeviceRank, collectives: DeviceCollectives) -> StepForward:
