@@ -85,6 +85,9 @@ class EngineConfig:
             if getattr(self, name) not in kept:
                 rule = f"be {' or '.join(kept)} where tensor_parallel is above 1"
                 raise refusal(name, rule, getattr(self, name))
+        if self.tensor_parallel > 1 and self.weights_memory is not None:
+            rule = "be left out where tensor_parallel is above 1, since each rank keeps its share"
+            raise refusal("weights_memory", rule, self.weights_memory)
         for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens", "weights_memory"):
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))

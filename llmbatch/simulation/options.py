@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypedDict, get_args
 
 from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
 from llmbatch.choices import POLICIES, Keyword, Law, Policy
+from llmbatch.perf_model.hardware import MOST_CARDS
 
 Knowledge = Literal["known", "sampled"]
 PAGE_SIZE = 16  # tokens
@@ -46,6 +47,7 @@ class SimulationOptions:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_LEFT:
                 set_(self, name, whole(name, value, 1))
+        whole("tensor_parallel", self.tensor_parallel, 1, MOST_CARDS)
         set_(self, "seed", whole("seed", self.seed, 0))
         set_(self, "cascade", flag("cascade", self.cascade))
         for name, known in (("order", POLICIES), ("lengths", get_args(Knowledge)), ("law", get_args(Law))):

@@ -19,7 +19,7 @@ from llmbatch.engine.model.outline import POOL_SHARE, streamed_running
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
-from llmbatch.perf_model.hardware import RESERVED, Hardware, find_hardware
+from llmbatch.perf_model.hardware import MOST_CARDS, RESERVED, Hardware, find_hardware
 from llmbatch.perf_model.residency import BUFFERS, Host, blocks_of, with_host_kv, with_host_weights
 from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool, Scheduling
@@ -28,8 +28,6 @@ from llmbatch.simulation.simulator import no_room, pool_of
 # What a host is taken to have if only its memory is told: bytes/s of a socket with eight channels of DDR4-3200, and
 # FLOP/s of attention over prompts, which is not measured.
 _HOST: Final = {"bandwidth": 204.8e9, "compute": 1e12}
-
-_MOST_DEVICES: Final = 1024  # of a kind; the clock runs each copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,9 @@ class Offer:
         for name, count in devices.items():
             if count < 1:
                 raise ParameterError(f"devices must be at least 1 of each kind, got {count} of {name}")
-            if count > _MOST_DEVICES:
+            if count > MOST_CARDS:
                 raise ParameterError(
-                    f"devices must be at most {_MOST_DEVICES:,} of each kind, got {count:,} of {name}: search for a "
+                    f"devices must be at most {MOST_CARDS:,} of each kind, got {count:,} of {name}: search for a "
                     "part of the rows on a part of the devices"
                 )
         unpriced = [name for name in devices if price and name.lower() not in price]

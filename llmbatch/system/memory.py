@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from pathlib import Path
 
 from llmbatch.errors import JobError
@@ -18,7 +19,12 @@ def take_at_most(memory: float) -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes this process may still take: of the machine, of its control group or of what it was told."""
+    """Return the bytes this process may still take: of the machine, its control group, its limit, or as it was told."""
+    return int(max(0.0, min(_free_in_all(), _told - _taken(1), _limit() - _taken(0))))
+
+
+def _free_in_all() -> float:
+    """Return the bytes that are free of the machine, and of the control groups that this process is in."""
     free: float = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:
@@ -26,7 +32,7 @@ def available_memory() -> int:
         with open("/proc/self/cgroup") as lines:
             groups = [line.rstrip().split(":", 2) for line in lines]
     except (OSError, ValueError, StopIteration):
-        return int(free)  # no such file on this system: what sysconf said stands
+        return free  # no such file on this system: what sysconf said stands
     for _, controllers, path in groups:
         if not controllers:  # version 2 of control groups has one tree, version 1 one for each controller
             names = ("memory.max", "memory.current", "inactive_file")
@@ -34,12 +40,18 @@ def available_memory() -> int:
         elif controllers == "memory":
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             free = min(free, _free_in_group("/sys/fs/cgroup/memory", path, *names))
-    return int(min(free, max(0.0, _told - _taken())))
+    return free
 
 
-def _taken() -> int:
-    """Return the bytes of the machine's memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _taken(field: int) -> int:
+    """Return the bytes that this process has of addresses (0), and of the machine's memory (1)."""
+    return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limit() -> float:
+    """Return the bytes of addresses that this process may have (`ulimit -v`)."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return math.inf if most == resource.RLIM_INFINITY else most
 
 
 def out_of_memory(error: Exception, what: str) -> JobError:

@@ -189,7 +189,7 @@ def actor_pool(
         num_cpus = float(options.tensor_parallel)  # each rank has a core
     _warn_of_too_few_cpus(fewest, 1.0 if num_cpus is None else num_cpus)
     if num_cpus is None and not num_gpus and options.engine == "torch":
-        _warn_of_idle_cpus(fewest)
+        _warn_of_idle_cpus(most)
     return ActorPool(fewest, most, num_cpus, num_gpus)
 
 

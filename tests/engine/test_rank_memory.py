@@ -70,8 +70,8 @@ def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     said = (
-        r"^the [\d,]+ bytes in which tensor_parallel=2 ranks meet must fit in memory, and they do not "
-        r"\(Cannot allocate memory\): take fewer ranks \(--tensor-parallel\)$"
+        r"^the [\d,]+ bytes in which tensor_parallel=2 ranks meet must fit in memory, got "
+        r"'Cannot allocate memory': take fewer ranks \(--tensor-parallel\)$"
     )
     with pytest.raises(JobError, match=said), shared_file(2):
         pass

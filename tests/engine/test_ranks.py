@@ -194,7 +194,7 @@ def test_a_rank_that_finds_other_weights_says_so(tmp_path: Path, monkeypatch: py
         answers(folder, tensor_parallel=2, max_tokens=2)
     assert str(raised.value) == (
         f"the ranks of tensor_parallel=2 must all start, and rank 1 of 2 ended: the files in model folder {folder!r} "
-        "must stay as they are while processes load them, and they have changed: run the job again"
+        "must stay as they are while processes load them, but they have changed: run the job again"
     )
 
 
@@ -240,11 +240,23 @@ def test_what_a_process_was_told_stays_when_its_threads_are_fewer() -> None:
         torch.set_num_threads(told)
 
 
-def test_ranks_are_refused_for_the_simulated_engine(tmp_path: Path) -> None:
-    with pytest.raises(
-        ParameterError, match=r"^tensor_parallel must be 1 for engine='simulated', which has no weights, got 2$"
-    ):
-        answers(str(tmp_path), tensor_parallel=2, engine="simulated")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel must be 1 for engine='simulated', which has no weights, got 2"),
+        ({"weights": "disk"}, "weights must be auto for engine='simulated', which has none, got 'disk'"),
+        ({"weights_memory": 9}, "weights_memory must be left out for engine='simulated', which has none, got 9"),
+    ],
+)
+def test_the_simulated_engine_has_no_weights(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{re.escape(said)}$"):
+        answers(str(tmp_path), engine="simulated", **given)
+
+
+def test_ranks_keep_what_they_have(tmp_path: Path) -> None:
+    said = "weights_memory must be left out where tensor_parallel is above 1, since each rank keeps its share, got 9"
+    with pytest.raises(ParameterError, match=f"^{re.escape(said)}$"):
+        answers(str(tmp_path), tensor_parallel=2, weights_memory=9)
 
 
 def test_the_ranks_share_a_vocabulary_that_they_do_not_divide() -> None:

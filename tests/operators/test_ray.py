@@ -218,7 +218,8 @@ def test_actors_that_leave_most_cpus_idle_are_warned_of(model: str, monkeypatch:
     message = (
         r"^each actor computes on one of the cluster's 16 CPUs, since num_cpus is left out: num_cpus={} would give it"
     )
-    for actors, each in ((1, 12), (2, 7)):
+    counts: tuple[tuple[int | tuple[int, int], int], ...] = ((1, 12), (2, 7), ((1, 2), 7))
+    for actors, each in counts:
         with pytest.warns(UserWarning, match=message.format(each)):
             map_dataset(ds, operator(model), concurrency=actors, quiet=True)
 

@@ -20,6 +20,8 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.order import POLICIES, Policy
 from llmbatch.simulation.experiment import Experiment, read_shape, simulate
+from llmbatch.simulation.online.options import OnlineOptions
+from llmbatch.simulation.options import SimulationOptions
 from llmbatch.simulation.simulator import Knowledge, Simulation, pool_of
 
 P, HEADS, LAYERS, KV = 8.03e9, 4096, 32, 131_072
@@ -251,3 +253,10 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
     assert shape.weight_bytes == pytest.approx(named.weight_bytes, rel=1e-3)
     with pytest.raises(ParameterError, match=r"model_shape must be one of .*, got 'nowhere'"):
         read_shape("nowhere")
+
+
+@pytest.mark.parametrize("options", [SimulationOptions, OnlineOptions])
+def test_more_cards_than_a_pool_is_simulated_for_are_refused(options: Any) -> None:
+    said = r"^tensor_parallel must be at most 1024, got 2000$"
+    with pytest.raises(ParameterError, match=said):
+        options(tensor_parallel=2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -27,3 +28,10 @@ def test_a_process_takes_no_more_than_it_was_told() -> None:
 def test_a_process_that_has_more_than_it_was_told_takes_nothing() -> None:
     take_at_most(1 << 20)
     assert available_memory() == 0
+
+
+def test_addresses_that_a_process_may_have_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
+    assert available_memory() == 0
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 60, 1 << 60))
+    assert available_memory() > 0

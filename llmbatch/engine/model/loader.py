@@ -168,7 +168,7 @@ def _loaded(
 def changed_files(folder: str) -> ModelError:
     """Make the error of a model whose files are others than those that another process has loaded."""
     return ModelError(
-        f"the files in model folder {folder!r} must stay as they are while processes load them, and they have changed: "
+        f"the files in model folder {folder!r} must stay as they are while processes load them, but they have changed: "
         "run the job again"
     )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypedDict, get_args
 
 from llmbatch.arguments import finite, one_of, refusal, text, whole
 from llmbatch.choices import Keyword, Law
+from llmbatch.perf_model.hardware import MOST_CARDS
 from llmbatch.simulation.options import MIX_REQUESTS, PAGE_SIZE, Knowledge
 
 OnlinePolicy = Literal["fcfs", "round-robin", "priority", "bros", "ooco", "slack"]
@@ -60,6 +61,7 @@ class OnlineOptions:
         for name in _COUNTS:
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST))
+        whole("tensor_parallel", self.tensor_parallel, 1, MOST_CARDS)
         set_(self, "seed", whole("seed", self.seed, 0))
         if self.pools is not None and (self.pools != POOLS or self.policy != "ooco"):
             raise refusal("pools", f"be {POOLS}, for policy ooco", self.pools)

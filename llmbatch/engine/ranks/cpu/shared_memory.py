@@ -42,8 +42,8 @@ def shared_file(ranks: int) -> Iterator[int]:
             os.posix_fallocate(file, 0, size)
         except OSError as error:
             raise JobError(
-                f"the {size:,} bytes in which tensor_parallel={ranks} ranks meet must fit in memory, and they do not "
-                f"({error.strerror}): take fewer ranks (--tensor-parallel)"
+                f"the {size:,} bytes in which tensor_parallel={ranks} ranks meet must fit in memory, got "
+                f"{error.strerror!r}: take fewer ranks (--tensor-parallel)"
             ) from error
         yield file
     finally:
