@@ -17,6 +17,7 @@ from llmbatch.errors import ParameterError
 
 StructureKind = Literal["json", "regex", "choice", "grammar"]
 _KINDS: Final[tuple[str, ...]] = (*get_args(StructureKind), "json_object")
+_OF_A_SCHEMA: Final = ("name", "description", "schema", "strict")  # as OpenAI has it
 _UNKNOWN: Final = "unknown special token"  # in errors of llguidance
 _MOST_LETTERS: Final = 1 << 19  # of a form: half a second to compile; thrice as many take six times as long
 _ANY_OBJECT: Final = '{"type": "object"}'
@@ -62,14 +63,23 @@ class Structure:
         rule = "be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'schema': ...}}"
         if isinstance(value, type) and hasattr(value, "model_json_schema"):
             return cls("json", _schema("response_format", value))
-        kind = value.get("type") if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping):
+            raise refusal("response_format", rule, value)
+        given = {name: one for name, one in value.items() if one is not None}
+        kind = given.pop("type", None)
+        wrapped = given.pop("json_schema", None) if kind == "json_schema" else None
+        if given:
+            raise refusal("response_format", f"{rule}, without {', '.join(map(str, given))}", value)
         if kind == "text":
             return None
         if kind == "json_object":
             return cls("json", _ANY_OBJECT)
-        wrapped = cast("Mapping[str, Any]", value).get("json_schema") if kind == "json_schema" else None
         if not isinstance(wrapped, Mapping) or wrapped.get("schema") is None:
             raise refusal("response_format", rule, value)
+        unknown = [name for name in wrapped if name not in _OF_A_SCHEMA]
+        if unknown:
+            known = ", ".join(_OF_A_SCHEMA)
+            raise refusal("response_format['json_schema']", f"have {known} alone", dict(wrapped))
         return cls("json", _schema("response_format['json_schema']['schema']", wrapped["schema"]))
 
     def grammar(self) -> str:

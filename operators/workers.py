@@ -6,6 +6,7 @@ engine back, so that one may feed the other.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.table_worker import AnsweredTable, TableWorker
 from llmbatch.remote.opening import open_worker
 
+_log = logging.getLogger("llmbatch")
 _workers: dict[str, LockedWorker] = {}  # by configuration
 _opening = threading.Lock()
 
@@ -27,6 +29,7 @@ class LockedWorker:
         self.worker = worker
         self.changed = threading.Condition()  # whether the engine is in use, and whatever its users wait for
         self._used = False
+        self._told: set[str] = set()
 
     @contextmanager
     def engine(self, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -46,9 +49,14 @@ class LockedWorker:
                     self.changed.notify_all()
 
     def answer(self, table: pa.Table) -> AnsweredTable:
-        """Answer a table in one plan, when the engine is free."""
+        """Answer a table in one plan, when the engine is free; log what the user should know, once."""
         with self.engine():
-            return self.worker.answer(table)
+            answered = self.worker.answer(table)
+        for note in answered.report.notes:
+            if note not in self._told:
+                self._told.add(note)
+                _log.warning("%s", note)
+        return answered
 
 
 def worker_of(options: Options) -> LockedWorker:

@@ -114,7 +114,11 @@ def _serve(arguments: dict[str, Any]) -> int:
 
     quiet = arguments.pop("quiet")
     with _quiet_libraries():
-        serve(progress=choose(quiet=quiet), **_given(arguments))
+        try:
+            serve(progress=choose(quiet=quiet), **_given(arguments))
+        except KeyboardInterrupt:
+            _say("interrupted; batches that had not ended go on when the server starts again")
+            return 130
     return 0
 
 

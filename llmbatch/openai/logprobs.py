@@ -5,13 +5,16 @@ A value that JSON cannot hold, that of a token which cannot come, is -9999, as i
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 Told = Mapping[str, Any]  # an entry of the column `logprobs`: token_id, token, logprob, and `top` of the likeliest
 
 _LEAST: Final = -9999.0
-_REPLACED: Final = "\ufffd"  # in the text of a token that is only a part of a character
+_REPLACED: Final = "\ufffd"  # in the text of a token that is only a part of a character, and whose bytes nobody knows
+_BYTES: Final = re.compile(r"bytes:(?:\\x[0-9a-f]{2})+")  # a part of a character whose bytes are known
 
 
 def chat_logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
@@ -26,15 +29,17 @@ def completion_logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
     """Write the tokens of a completion, each with where its text begins."""
     if told is None:
         return None
-    texts = [one["token"] for one in told]
-    starts = [0]
-    for text in texts:
-        starts.append(starts[-1] + len(text))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, letters = list[int](), 0
+    for one in told:
+        offsets.append(letters)  # of a part of a character, where the character is
+        letters += len(decoder.decode(bytes(_bytes_of(one["token"]) or one["token"].encode())))
     return {
-        "tokens": texts,
+        "tokens": [one["token"] for one in told],
         "token_logprobs": [_value(one) for one in told],
-        "top_logprobs": [{each["token"]: _value(each) for each in (one, *one["top"])} for one in told],
-        "text_offset": starts[:-1],
+        # The token that came is the last one: where texts are equal its value stays.
+        "top_logprobs": [{each["token"]: _value(each) for each in (*one["top"], one)} for one in told],
+        "text_offset": offsets,
     }
 
 
@@ -54,7 +59,14 @@ def prompt_logprobs(told: Sequence[Told] | None) -> list[dict[str, Any] | None] 
 
 def _token(one: Told) -> dict[str, Any]:
     text = one["token"]
-    return {"token": text, "logprob": _value(one), "bytes": None if _REPLACED in text else list(text.encode())}
+    return {"token": text, "logprob": _value(one), "bytes": _bytes_of(text)}
+
+
+def _bytes_of(text: str) -> list[int] | None:
+    """Return the bytes of a token; None where nobody knows them."""
+    if _BYTES.fullmatch(text):
+        return list(bytes.fromhex(text.removeprefix("bytes:").replace("\\x", "")))
+    return None if _REPLACED in text else list(text.encode())
 
 
 def _value(one: Told) -> float:

@@ -44,6 +44,11 @@ class RequestTexts:
         return self._chats
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether tools are told of: the endpoint knows."""
+        return True
+
+    @property
     def controls(self) -> Controls:
         """No control tokens: a text is the endpoint's to guard."""
         return _CONTROLS

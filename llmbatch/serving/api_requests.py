@@ -23,6 +23,7 @@ from llmbatch.openai.requests import COLUMNS
 from llmbatch.openai.validation import NO_TEMPLATE, has_template
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.preprocess.tokenization.token_bytes import is_part
 from llmbatch.runtime.online.guests import Guest, GuestListener
 from llmbatch.serving.refused import Refused
 
@@ -88,6 +89,8 @@ class ApiRequestReader:
         try:
             stream = flag("stream", _taken(body, "stream", False))
             include_usage = _include_usage(_taken(body, "stream_options", None), stream)
+            if stream and body.get("prompt_logprobs") is not None:
+                raise refusal("prompt_logprobs", "be left out where stream is true", body["prompt_logprobs"])
             model = _taken(body, "model", None)
             if model is not None and text("model", model) != self.model:
                 raise Refused(
@@ -123,7 +126,8 @@ def _check_size(worker: Worker, url: str, body: Mapping[str, Any]) -> None:
 @lru_cache(1)
 def _longest(worker: Worker) -> int:
     """Return how many letters of a text a token stands for at most; a space before it may not be in its own text."""
-    return 1 + max(map(len, worker.tokenizer.spell(range(shape_of(worker.model).vocabulary))))
+    spelled = worker.tokenizer.spell(range(shape_of(worker.model).vocabulary))
+    return 1 + max(1 if is_part(text) else len(text) for text in spelled)
 
 
 def _letters(value: object) -> int:

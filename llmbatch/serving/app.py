@@ -27,9 +27,10 @@ from llmbatch.serving.batches.store import BatchStore
 from llmbatch.serving.bridge import Bridge
 from llmbatch.serving.refused import Refused, ending, respond, unknown
 
-_MOST_LISTED: Final = 100
-_DIGITS: Final = 3  # of that number
-_LISTED: Final = 20
+# Of a list, at once: as OpenAI has it.
+_MOST_FILES: Final = 10_000
+_MOST_BATCHES: Final = 100
+_BATCHES: Final = 20  # where nobody says how many
 _UPLOADED: Final = ("file", "purpose")  # fields of an upload
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -96,7 +97,8 @@ class Endpoint:
     async def list_files(self, request: Request) -> Response:
         """List files."""
         purpose = request.query_params.get("purpose")
-        return _page(request, [one for one in self.files.list() if purpose in (None, one["purpose"])])
+        files = [one for one in self.files.list() if purpose in (None, one["purpose"])]
+        return _page(request, files, most=_MOST_FILES, usual=_MOST_FILES, others=("purpose",))
 
     async def file(self, request: Request) -> Response:
         """Describe a file."""
@@ -118,7 +120,7 @@ class Endpoint:
 
     async def list_batches(self, request: Request) -> Response:
         """List batches."""
-        return _page(request, self.batches.list())
+        return _page(request, self.batches.list(), most=_MOST_BATCHES, usual=_BATCHES)
 
     async def batch(self, request: Request) -> Response:
         """Say how far a batch has come."""
@@ -172,12 +174,21 @@ def make_app(endpoint: Endpoint, keys: Sequence[bytes], body_timeout: float, oth
     return WholePaths(KeyCheck(BodyTimeout(app, body_timeout), keys))
 
 
-def _page(request: Request, records: list[Record]) -> Response:
-    """Answer with the records after one, at most so many."""
-    limit, after = request.query_params.get("limit", str(_LISTED)), request.query_params.get("after")
-    if not (limit.isdecimal() and len(limit) <= _DIGITS and 1 <= int(limit) <= _MOST_LISTED):
-        message = f"limit must be from 1 to {_MOST_LISTED}, got {shown(limit)}"
+def _page(request: Request, records: list[Record], *, most: int, usual: int, others: tuple[str, ...] = ()) -> Response:
+    """Answer with the records after one, at most so many, the newest first unless `order` is asc."""
+    given = request.query_params
+    known = ("limit", "after", "order", *others)
+    for name in given:
+        if name not in known:
+            raise Refused(400, f"a list must be asked for by {', '.join(known)}, got {shown(name)}", param=name)
+    limit, after, order = given.get("limit", str(usual)), given.get("after"), given.get("order", "desc")
+    if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
+        message = f"limit must be from 1 to {most:,}, got {shown(limit)}"
         raise Refused(400, message, param="limit", code="invalid_value")
+    if order not in ("asc", "desc"):
+        raise Refused(400, f"order must be asc or desc, got {shown(order)}", param="order", code="invalid_value")
+    if order == "asc":
+        records = records[::-1]
     if after is not None:
         names = [record["id"] for record in records]
         if after not in names:

@@ -166,6 +166,12 @@ class Bridge:
         """Let a request in. Raises Refused where too many wait, or the server ends."""
         if self.draining:
             raise ending()
+        if api_request.draws > self.max_waiting:
+            message = (
+                f"n must be at most {self.max_waiting:,}, the answers that may wait here, got {api_request.draws:,}: "
+                "ask for fewer at a time"
+            )
+            raise Refused(400, message, param="n", code="invalid_value")
         if self.waiting + api_request.draws > self.max_waiting:
             raise Refused(
                 429,

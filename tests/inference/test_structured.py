@@ -157,6 +157,17 @@ def test_log_probabilities_are_those_before_the_form(folder: str) -> None:
             "line 1 column 2 (char 1)",
         ),
         (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format must be {'type': 'text'}, {'type': 'json_object'} or "
+            "{'type': 'json_schema', 'json_schema': {'schema': ...}}, without schema, got "
+            "{'type': 'json_object', 'schema': {}}",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "foo": 1}}},
+            "response_format['json_schema'] must have name, description, schema, strict alone, got "
+            "{'schema': {}, 'foo': 1}",
+        ),
+        (
             {"response_format": {"type": "yaml"}},
             "response_format must be {'type': 'text'}, {'type': 'json_object'} or "
             "{'type': 'json_schema', 'json_schema': {'schema': ...}}, got {'type': 'yaml'}",

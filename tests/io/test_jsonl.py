@@ -188,7 +188,12 @@ def test_values_of_one_kind_that_share_no_type_are_refused(
 ) -> None:
     monkeypatch.setattr(module, "_BLOCK", block)
     path = jsonl(tmp_path / "1.jsonl", f'{{"a": {one}}}', f'{{"a": {other}}}')
-    assert refusal(path).startswith("a column must have one type, but 'a' has none that holds all of its values: ")
+    found = refusal(path)
+    assert found.startswith("a column must have one type, but 'a' is ")
+    assert found.endswith(
+        f" in line 1 of {path} and another in line 2 of {path}: write its values as JSON text, which messages and "
+        "tools may be"
+    )
 
 
 @pytest.mark.usefixtures("small_blocks")

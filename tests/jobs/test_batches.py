@@ -22,7 +22,7 @@ from llmbatch.openai.answers import answer_lines, error_lines, line_columns, res
 from llmbatch.openai.requests import request_lines
 from tests.support.batches import CHAT, COMPLETIONS, every_field, line, read, write
 from tests.support.killing import Moment, Process, run
-from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
+from tests.support.models import TOOLS_TEMPLATE, tiny_model_folder
 from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 STEP = "llmbatch.engine.recorded:RecordedEngine.execute"
@@ -34,7 +34,7 @@ CREATED = {"created": 0}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", chat_template=CHAT_TEMPLATE)
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", chat_template=TOOLS_TEMPLATE)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.worker import Worker
 from llmbatch.operators.workers import worker_of
+from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,15 @@ def test_a_table_keeps_its_rows_and_columns_and_gains_the_answers(operator: Any)
 
 def test_a_second_table_is_answered_like_the_first(operator: Any) -> None:
     assert operator(TABLE).equals(operator(TABLE))
+
+
+def test_what_the_user_should_know_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny_model_folder(tmp_path, "llama", chat_template=CHAT_TEMPLATE)
+    answer: Any = LLMOperator(model=folder, prompt="text", max_tokens=1, kv_memory=2**24, dtype="float32")
+    for _ in range(2):
+        answer(TABLE)
+    raw = f"prompts are run raw although {folder} has a chat template: use chat=True (--chat) to apply it"
+    assert caplog.messages == [raw]
 
 
 def test_an_empty_table_gets_empty_columns(operator: Any) -> None:

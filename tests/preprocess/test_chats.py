@@ -167,3 +167,15 @@ def test_a_chat_renders_as_transformers_renders_it(tmp_path: Path) -> None:
     )
     table = pa.table({"m": [CONVERSATION]})
     assert texts_of(PromptSource(messages="m"), table, load_tokenizer(folder)) == [expected]
+
+
+def test_tools_that_a_template_tells_nobody_of_are_refused(chatty: Tokenizer) -> None:
+    said = "tools must be left out, since the chat template of chatty tells the model of none: take a model whose "
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    with pytest.raises(ModelError) as caught:
+        PromptSource(prompt="p", chat=True, tools=tools).render(pa.table({"p": ["hi"]}), chatty)
+    assert str(caught.value) == f"{said}template does"
+    rows = pa.table({"m": ['[{"role": "user", "content": "hi"}]'] * 3, "t": [None, "[]", json.dumps(tools)]})
+    found = texts_of(PromptSource(messages="m", tools="t"), rows, chatty)
+    assert found[:2] == ["<user>hi<assistant>"] * 2
+    assert found[2] == RowError("messages", f"{said}template does")

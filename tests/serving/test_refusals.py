@@ -196,6 +196,21 @@ def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) 
         assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message
 
 
+def test_more_answers_at_once_than_may_ever_wait_are_refused_for_good(worker: Worker, tmp_path: Path) -> None:
+    with served(worker, tmp_path, max_waiting=2) as echo:
+        with pytest.raises(openai.BadRequestError) as caught:
+            echo.client.completions.create(model=echo.model, prompt="a", n=3, temperature=1)
+        assert caught.value.param == "n"
+        assert "n must be at most 2, the answers that may wait here, got 3: ask for fewer" in caught.value.message
+
+
+def test_what_a_stream_does_not_tell_is_refused(echo: Served) -> None:
+    asked: Any = {"prompt_logprobs": 1}
+    with pytest.raises(openai.BadRequestError) as caught:
+        echo.client.completions.create(model=echo.model, prompt="a", stream=True, extra_body=asked)
+    assert "prompt_logprobs must be left out where stream is true, got 1" in caught.value.message
+
+
 def health(connection: socket.socket) -> bytes:
     """Ask for it over a connection, and read the whole answer."""
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")

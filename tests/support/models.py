@@ -34,6 +34,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<sep>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<sep>assistant: {% endif %}"
 )
+TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHAT_TEMPLATE
 
 
 def tiny_config(family: str) -> PretrainedConfig:

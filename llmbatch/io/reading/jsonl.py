@@ -256,7 +256,7 @@ def _stream(file: InputFile) -> pa.NativeFile:
 
 def _blame(files: Sequence[InputFile], name: str, error: Exception) -> DataError:
     """Build the error that names the first line whose value does not fit the column."""
-    first = ""
+    first, before = "", None
     for file in files:
         for number, line in chain.from_iterable(block.lines() for block in _blocks(file)):
             value = parse_line(file.path, number, line).get(name)
@@ -273,7 +273,22 @@ def _blame(files: Sequence[InputFile], name: str, error: Exception) -> DataError
                     )
                 return DataError(f"column {name!r} of {place} cannot be held by a table: {own}")
             kind = kind_of(value)
-            first = first or f"{kind} in {place}"
+            if before is None:
+                first, before = f"{kind} in {place}", value
             if not first.startswith(kind):
                 return DataError(f"a column must have one type, but {name!r} is {first} and {kind} in {place}")
+            if not _fit(before, value):
+                return DataError(
+                    f"a column must have one type, but {name!r} is {first} and another in {place}: write its values as "
+                    "JSON text, which messages and tools may be"
+                )
     return DataError(f"a column must have one type, but {name!r} has none that holds all of its values: {error}")
+
+
+def _fit(one: object, other: object) -> bool:
+    """Tell whether two values have a type in common."""
+    try:
+        pa.array([one, other])
+    except _MISFITS:
+        return False
+    return True

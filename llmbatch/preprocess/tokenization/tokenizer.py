@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 
 from llmbatch.preprocess.tokenization.control_tokens import Controls, Spans
 from llmbatch.preprocess.tokenization.respelled import Respelled
+from llmbatch.preprocess.tokenization.token_bytes import bytes_in_words
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 _BATCH_TEXTS = 1000  # texts whose tokens are Python lists at one time
 _BATCH_LETTERS = 2_000_000  # of these, so that a batch takes less than a second
 _INT32_MAX = 2**31 - 1
+_REPLACED = "\ufffd"  # in the text of a token that is only a part of a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        ...
+
+    @property
     def controls(self) -> Controls:
         """The model's control tokens: the special ones, and others that its chat template puts around messages."""
         ...
@@ -80,7 +88,7 @@ class Tokenizer(Protocol):
         ...
 
     def spell(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token alone, of special ones too."""
+        """Return the text of each token alone, of special ones too; of parts of characters their bytes, if known."""
         ...
 
     def serialise(self) -> str | None:
@@ -105,6 +113,14 @@ class SlowTokenizer:
         """Whether the tokenizer has a chat template, or several with a default one."""
         template = self._tokenizer.chat_template
         return "default" in template if isinstance(template, dict) else bool(template)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template reads `tools`, or there is one for them."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            return "tool_use" in template or reads_tools(template.get("default", ""))
+        return reads_tools(template or "")
 
     @cached_property
     def controls(self) -> Controls:
@@ -217,6 +233,14 @@ class FastTokenizer(SlowTokenizer):
         encodings: Iterable[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def spell(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token alone, or its bytes where it is only a part of a character."""
+        texts = super().spell(tokens)
+        for i, text in enumerate(texts):
+            if _REPLACED in text:
+                texts[i] = bytes_in_words(self._backend.id_to_token(tokens[i])) or text
+        return texts
+
     def serialise(self) -> str | None:
         """Return the whole tokenizer as JSON."""
         return str(self._backend.to_str())
@@ -241,6 +265,11 @@ class FastTokenizer(SlowTokenizer):
             return None
         normalize: Callable[[str], str] = normalizer.normalize_str
         return normalize
+
+
+def reads_tools(template: str) -> bool:
+    """Tell whether a chat template names the variable of tools."""
+    return re.search(r"\btools\b", template) is not None
 
 
 def _batches(texts: Sequence[str]) -> Iterable[tuple[int, int]]:

@@ -207,6 +207,9 @@ class BatchStore:
         except JobStopped:
             if self._records[name]["status"] == "cancelling":
                 self._cancel(name)
+                return
+            with self._lock:  # the server ends: what is done is known when it begins again
+                self._write(name, self._now(name))
             return
         except InputError as error:
             self._fail(name, [self._fault(name, "invalid_input", str(error))])
