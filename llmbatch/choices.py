@@ -27,6 +27,8 @@ Law = Literal["paper", "bytes"]  # how the floor of a step is charged
 OutputFormat = Literal["auto", "openai", "columns"]  # a batch's output lines, or rows with new columns
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]  # of Parquet
 
+MOST_CARDS = 1024  # that share a model in a simulation, or of a kind that are offered
+
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
 OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
 DTYPES: tuple[DType, ...] = get_args(DType)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engine.ranks.gpu.messages import OtherDevices
     from llmbatch.engine.ranks.orders import RankOrders
 
+_OF_NCCL: Final = 2 << 30  # bytes; other engines see 1.8 GB more on each of two GPUs than on one
 _MOST_STREAMED: Final = 32_768  # tokens of a step beside layers that come, for which memory is kept
 
 
@@ -96,7 +97,8 @@ def _on_a_card(
     room = measure_room(loaded, attention, tokens=tokens, rows=rows, mixed=mixed, page_size=size)
     if room.unrecorded is not None:
         notes = (UNRECORDED % room.unrecorded,)
-    memory, each = max(platform.ranks * room.pool_bytes, model.bytes_per_token * size), model.bytes_per_token
+    pool_bytes = room.pool_bytes - _beside_sums(platform, model, rows)
+    memory, each = max(platform.ranks * pool_bytes, model.bytes_per_token * size), model.bytes_per_token
     kept = {"window_bytes": model.window_bytes, "window": kept_window(platform, model)}
     whole = Pool.of(memory, size, each, most=model.context_length, **kept)
     chosen = whole if config.kv_memory is None else pool
@@ -117,6 +119,13 @@ def _on_a_card(
     strategy = strategy_of(calibration, config)
     cost = calibrated_cost(calibration, strategy, platform, model)
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *found_notes))
+
+
+def _beside_sums(platform: Platform, model: ModelConfig, rows: int) -> int:
+    """Return the bytes of a GPU that its share alone did not take: NCCL's, and logits that are gathered."""
+    if platform.ranks == 1:
+        return 0
+    return _OF_NCCL + 2 * rows * int(model.config.vocab_size) * model.dtype.itemsize
 
 
 def _on_the_host(

@@ -18,7 +18,6 @@ from llmbatch.arguments import refusal
 from llmbatch.errors import ParameterError
 from llmbatch.system.measurements import remembered
 
-MOST_CARDS: Final = 1024  # that act as one, or of a kind
 RESERVED: Final = 4e9  # bytes of a card that are neither weights nor KV
 _ABOVE: Final = 64.0  # times numpy's rate, that ours may be: numpy's may be measured beside other work
 _WEIGHT_OVERLAP: Final = 3.0  # how products overlap with reading their weights, before steps tell

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypedDict, get_args
 
 from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
-from llmbatch.choices import POLICIES, Keyword, Law, Policy
-from llmbatch.perf_model.hardware import MOST_CARDS
+from llmbatch.choices import MOST_CARDS, POLICIES, Keyword, Law, Policy
 
 Knowledge = Literal["known", "sampled"]
 PAGE_SIZE = 16  # tokens

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from llmbatch.arguments import INT64_MAX, finite, refusal, text, whole
-from llmbatch.choices import KVPlace
+from llmbatch.choices import MOST_CARDS, KVPlace
 from llmbatch.engine.model.outline import POOL_SHARE, streamed_running
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
-from llmbatch.perf_model.hardware import MOST_CARDS, RESERVED, Hardware, find_hardware
+from llmbatch.perf_model.hardware import RESERVED, Hardware, find_hardware
 from llmbatch.perf_model.residency import BUFFERS, Host, blocks_of, with_host_kv, with_host_weights
 from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool, Scheduling

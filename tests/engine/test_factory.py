@@ -124,11 +124,13 @@ def test_gpus_that_share_a_model_are_calibrated_as_one_and_say_what_they_tell_ea
     monkeypatch.setattr(microbenchmarks, "measure_device", lambda *_: replace(HARDWARE, link=1e9))
     linked = replace(card.calibration.fitted["sequential"], hardware=replace(HARDWARE, link=1e9))
     card.calibration = DeviceCalibration({**card.calibration.fitted, "sequential": linked})
+    monkeypatch.setattr(preparation, "_OF_NCCL", 1000)
     assert prepared(described).strategy == "interleaved"
     two = prepared(described, ranks=2)
     assert card.calibrated == 2
     assert two.strategy == "sequential"
-    assert two.pool.num_pages == 2 * ROOM // (described.bytes_per_token * PAGE_SIZE)
+    left = ROOM - 1000 - 2 * 64 * described.config.vocab_size * 4
+    assert two.pool.num_pages == 2 * left // (described.bytes_per_token * PAGE_SIZE)
     assert two.cost == with_sums(linked.cost(two.cost.shape), 2)
     assert two.cost.rates.step_seconds > 0
     assert two.orders == RankOrders.of(described, options(tensor_parallel=2), files=())

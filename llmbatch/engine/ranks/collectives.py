@@ -80,4 +80,5 @@ class HeadShare(nn.Module):
         """Compute this rank's logits, and collect those of all."""
         each = -(-self._vocabulary // self.collectives.ranks)
         logits = self.share(states)
-        return self.collectives.gather(pad(logits, (0, each - logits.shape[-1])))
+        lacking = each - logits.shape[-1]
+        return self.collectives.gather(pad(logits, (0, lacking)) if lacking else logits)

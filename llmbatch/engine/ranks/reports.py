@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TextIO
 
 from llmbatch.errors import LLMBatchError
 
@@ -22,22 +22,25 @@ class RankLost(RuntimeError):
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Be a rank: where it must end, say why to the first one. What libraries print goes nowhere."""
+    """Be a rank, and then end the process without ado; where it must end, say why to the first one.
+
+    What libraries print goes nowhere. Nothing is taken apart: a group of GPUs would wait for the others.
+    """
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as report, open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        status = 1
         try:
             yield
-        except RankLost:
-            sys.exit(1)  # the first one starts others
-        except (LLMBatchError, MemoryError, OSError) as error:
-            _end(report, error)
-        except RuntimeError as error:
-            if "memory" not in str(error).lower():
-                raise
-            _end(report, error)  # as torch says that there is none
-
-
-def _end(report: TextIO, error: Exception) -> NoReturn:
-    report.write(str(error).strip().split("\n")[0] or type(error).__name__)
-    report.flush()
-    sys.exit(1)
+            status = 0
+        except (RankLost, LLMBatchError, MemoryError, OSError, RuntimeError) as error:
+            told = isinstance(error, (RankLost, LLMBatchError, OSError)) or "memory" in str(error).lower()
+            if told or isinstance(error, MemoryError):
+                report.write(str(error).strip().split("\n")[0] or type(error).__name__)
+            else:
+                traceback.print_exc()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            report.flush()
+            sys.stderr.flush()
+            os._exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
@@ -9,6 +10,7 @@ import pickle
 import select
 import subprocess
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +24,7 @@ from llmbatch.system.processes import is_stopped, start_fed
 _STARTS: Final = 3
 _GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
 _STOPPED_S: Final = 10.0  # that a process may be stopped (SIGSTOP)
+_PIPE: Final = 1 << 20  # bytes of messages that may wait for a rank
 _LOOK_S: Final = 1.0  # between looks at whether it is
 _log = logging.getLogger("llmbatch")
 
@@ -48,6 +51,8 @@ class RankTeam:
         try:
             for given in orders:
                 self._processes.append(start_fed(module, files))
+                with suppress(OSError):  # a user may have so many of them
+                    fcntl.fcntl(_input(self._processes[-1]), fcntl.F_SETPIPE_SZ, _PIPE)
                 send(_input(self._processes[-1]), given)
             for rank, process in enumerate(self._processes, 1):
                 Thread(target=_watch, args=(process, rank, leave), name=f"rank {rank}", daemon=True).start()
@@ -67,9 +72,12 @@ class RankTeam:
 
     def tell(self, message: object) -> None:
         """Give a message to all other ranks. Raises RankLost."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
             for process in self._processes:
-                send(_input(process), message)
+                stream = _input(process)
+                stream.write(data)
+                stream.flush()
         except OSError as error:
             raise RankLost(str(error)) from error
 
@@ -84,6 +92,8 @@ class RankTeam:
                 raise
             lost = lost or RankLost(str(error))
             _log.warning("%s: the rows of its step run again on new ranks", lost)
+            traceback.clear_frames(error.__traceback__)  # they hold the engine, whose memory the next one needs
+            self.end()
             raise lost from None
 
     def check(self) -> None:
@@ -95,11 +105,13 @@ class RankTeam:
         """Say which rank ended and how; None if none did."""
         limit = time.monotonic() + _GRACE_S
         while time.monotonic() < limit:
-            for rank, process in enumerate(self._processes, 1):
-                code = process.poll()
-                if code is not None:
-                    how = f" by signal {-code}" if code < 0 else _reason(process) or f" with status {code}"
-                    return RankLost(f"rank {rank} of {len(self._processes) + 1} ended{how}", by_signal=code < 0)
+            codes = {rank: process.poll() for rank, process in enumerate(self._processes, 1)}
+            ended = {rank: code for rank, code in codes.items() if code is not None}
+            if ended:  # others end since one was killed
+                rank, code = min(ended.items(), key=lambda one: one[1])
+                process = self._processes[rank - 1]
+                how = f" by signal {-code}" if code < 0 else _reason(process) or f" with status {code}"
+                return RankLost(f"rank {rank} of {len(self._processes) + 1} ended{how}", by_signal=code < 0)
             time.sleep(0.01)
         return None
 
@@ -141,14 +153,17 @@ def receive(stream: IO[bytes]) -> Any:
 
 def _watch(process: subprocess.Popen[bytes], rank: int, leave: Callable[[], None]) -> None:
     """Wait for the end of a process, and `leave` then; kill one that is stopped, since all others wait for it."""
-    ended, stopped_since = os.pidfd_open(process.pid), math.inf
-    while not select.select([ended], [], [], _LOOK_S)[0]:
-        now = time.monotonic()
-        stopped_since = min(stopped_since, now) if is_stopped(process.pid) else math.inf
-        if now - stopped_since > _STOPPED_S:
-            _log.warning("rank %d was stopped for %.0f seconds, and is ended", rank, _STOPPED_S)
-            process.kill()
-    os.close(ended)
+    stopped_since = math.inf
+    with suppress(OSError):  # a system that does not tell of other processes
+        ended = select.poll()
+        ended.register(descriptor := os.pidfd_open(process.pid), select.POLLIN)
+        while not ended.poll(1e3 * _LOOK_S):
+            now = time.monotonic()
+            stopped_since = min(stopped_since, now) if is_stopped(process.pid) else math.inf
+            if now - stopped_since > _STOPPED_S:
+                _log.warning("rank %d was stopped for %.0f seconds, and is ended", rank, _STOPPED_S)
+                process.kill()
+        os.close(descriptor)
     process.wait()
     leave()
 

@@ -4,4 +4,4 @@ Must not import what runs a model.
 Start reading at `residency`.
 """
 
-__all__ = ["block_file", "block_stream", "host_layers", "mapped", "residency", "streamed_cost"]
+__all__ = ["block_file", "block_stream", "host_layers", "mapped", "residency", "streamed_cost", "weight_files"]

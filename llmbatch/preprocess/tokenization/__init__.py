@@ -4,4 +4,4 @@ Must not import anything that makes prompts of rows.
 Start reading at `tokenizer`.
 """
 
-__all__ = ["control_tokens", "loading", "respelled", "token_ids", "tokenizer"]
+__all__ = ["control_tokens", "loading", "respelled", "token_bytes", "token_ids", "tokenizer"]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypedDict, get_args
 
 from llmbatch.arguments import finite, one_of, refusal, text, whole
-from llmbatch.choices import Keyword, Law
-from llmbatch.perf_model.hardware import MOST_CARDS
+from llmbatch.choices import MOST_CARDS, Keyword, Law
 from llmbatch.simulation.options import MIX_REQUESTS, PAGE_SIZE, Knowledge
 
 OnlinePolicy = Literal["fcfs", "round-robin", "priority", "bros", "ooco", "slack"]

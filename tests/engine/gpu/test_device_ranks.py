@@ -6,11 +6,14 @@ and when, is the same on GPUs.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import re
 import signal
+import socket
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,11 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.gpu import first
+from llmbatch.engine.ranks.gpu import meeting as meeting_module
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import LeadingEngine
 from llmbatch.engine.ranks.gpu.first import first_of_gpus, leading_engine
+from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.ranks.gpu.messages import OtherDevices
 from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.errors import JobError, ParameterError
@@ -117,9 +122,19 @@ def test_ranks_repeat_what_all_have_recorded(tmp_path: Path) -> None:
 def test_rows_of_a_rank_that_dies_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The engine that lost it is gone before the next one is built: a GPU has no room for both."""
     folder = tiny_model_folder(tmp_path, "llama", layers=LAYERS)
     rows = pa.table({"text": [f"row {i}" for i in range(3)]})
-    submit, killed = LeadingEngine.submit, list[int]()
+    build, submit = EngineFactory._leading, LeadingEngine.submit
+    killed, alive = list[int](), list[int]()
+    made = list[weakref.ref[LeadingEngine]]()
+
+    def note(*given: Any, **named: Any) -> LeadingEngine:
+        gc.collect()
+        alive.append(sum(one() is not None for one in made))
+        engine = build(*given, **named)
+        made.append(weakref.ref(engine))
+        return engine
 
     def kill_once(engine: LeadingEngine, step: Step) -> StepResult | None:
         if step.index == 2 and not killed:
@@ -127,10 +142,12 @@ def test_rows_of_a_rank_that_dies_run_again(
             os.kill(engine.pids[0], signal.SIGKILL)
         return submit(engine, step)
 
+    monkeypatch.setattr(EngineFactory, "_leading", note)
     monkeypatch.setattr(LeadingEngine, "submit", kill_once)
     with caplog.at_level(logging.WARNING, "llmbatch"):
         found = answers(folder, rows, device="cuda", tensor_parallel=2, max_tokens=4)
     assert len(killed) == 1
+    assert alive == [0, 0]
     assert caplog.messages == ["rank 1 of 2 ended by signal 9: the rows of its step run again on new ranks"]
     assert found["generated_text"].equals(answers(folder, rows, max_tokens=4)["generated_text"])
 
@@ -183,6 +200,28 @@ def test_a_rank_that_does_not_come_up_is_named(
             recorder=None,
         )
     assert "cannot import name 'main'" in capfd.readouterr().err
+
+
+def test_ranks_meet_at_the_loopback_alone() -> None:
+    meeting = Meeting()
+    listening = {
+        (socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16))
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        for address, _, port in [line.split()[1].partition(":")]
+        if line.split()[3] == "0A"
+    }
+    assert ("127.0.0.1", meeting.port) in listening
+    everywhere = {line.split()[1].partition(":")[2] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]}
+    assert f"{meeting.port:04X}" not in everywhere
+
+
+def test_a_group_does_not_leave_its_environment_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "before")
+    monkeypatch.delenv("B", raising=False)
+    with meeting_module._environment({"A": "within", "B": "within"}):
+        assert (os.environ["A"], os.environ["B"]) == ("within", "within")
+    assert os.environ["A"] == "before"
+    assert "B" not in os.environ
 
 
 def test_a_share_can_be_measured_before_others_are_there() -> None:

@@ -14,8 +14,9 @@ from llmbatch.engine.gpu.graphs.recorder import Recorder
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.collectives import HeadShare
-from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives, Meeting
+from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes, LeadingEngine, ToldFollowers
+from llmbatch.engine.ranks.gpu.meeting import Meeting, keep_at_exit
 from llmbatch.engine.ranks.gpu.messages import DeviceRank, OtherDevices
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
 from llmbatch.engine.ranks.orders import RankOrders
@@ -62,6 +63,7 @@ def leading_engine(
         return RankTeam(_RANK, others, join=partial(collectives.join, meeting, device), leave=meeting.leave)
 
     team = start_team(build, orders.ranks)
+    keep_at_exit()
     return LeadingEngine(
         loaded,
         attention,

@@ -12,8 +12,9 @@ from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.execution import Sequential
 from llmbatch.engine.gpu.followers import FollowedBatch, NoFollowers
 from llmbatch.engine.gpu.step_forward import StepForward
-from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives, Meeting
+from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes
+from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.ranks.gpu.messages import DeviceRank, RankRecordings, RankScores
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
 from llmbatch.engine.ranks.reports import reporting
