@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from llmbatch.choices import AttentionName
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -19,6 +20,7 @@ _MODULES: Final = ("flash_attn_interface", "flash_attn.cute", "flash_attn")  # o
 class FlashAttention:
     """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError if the package is not installed."""
 
+    name: AttentionName = "flash-attn"
     cascade = False
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.choices import AttentionName
 from llmbatch.kernels.spec import AttentionSpec
 
 
@@ -40,6 +41,7 @@ class AttentionPlan:
 class PagedAttention(Protocol):
     """Attention over pages on a device."""
 
+    name: AttentionName  # that users ask for it by
     cascade: bool  # decodes that share a long prefix read it once (`llmbatch.kernels.cascade`)
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:

@@ -6,6 +6,7 @@ import inspect
 
 import torch
 
+from llmbatch.choices import AttentionName
 from llmbatch.kernels.flash_attn import check_pages, plan_lengths, tables_first
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
@@ -14,6 +15,7 @@ from llmbatch.kernels.spec import AttentionSpec
 class VarlenAttention:
     """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError if torch cannot read pages."""
 
+    name: AttentionName = "varlen"
     cascade = False
 
     def __init__(self) -> None:

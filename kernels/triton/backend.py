@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.choices import AttentionName
 from llmbatch.kernels.cascade import GROUPS, Groups
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
@@ -34,6 +35,8 @@ class TritonAttention:
 
     Decodes that share a long prefix attend it together, if they make `groups`; with `Groups(0)` none do.
     """
+
+    name: AttentionName = "triton"
 
     def __init__(self, device: torch.device, groups: Groups = GROUPS) -> None:
         self._programs = _PROGRAMS * _multiprocessors(device)
@@ -107,6 +110,8 @@ class PaddedLaunches:
 
     Tables have room for the most items that such a step can have. How many blocks it has is on the device.
     """
+
+    name: AttentionName = "triton"
 
     def __init__(self, device: torch.device, beside: SideStream, groups: Groups = GROUPS) -> None:
         self._units = _multiprocessors(device)

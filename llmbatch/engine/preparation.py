@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from llmbatch.choices import AttentionName
 from llmbatch.engine.attention_choice import choose_attention
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.calibration.device_cost import calibrated_cost, ceilings_of, cost_model, store_of, strategy_of
@@ -69,7 +70,9 @@ def prepare(
         factory = EngineFactory(pool, cost_model(platform, model, config), attention, strategy)
     factory = replace(factory, notes=(*notes, *factory.notes))
     orders = _orders(model, config, loaded)
-    return factory if orders is None else replace(factory, orders=orders, devices=_other_devices(platform, config))
+    return (
+        factory if orders is None else replace(factory, orders=orders, devices=_other_devices(platform, attention.name))
+    )
 
 
 def _on_a_card(
@@ -179,10 +182,10 @@ def _orders(model: ModelConfig, config: EngineConfig, loaded: LoadedModel) -> Ra
     return RankOrders.of(model, config, loaded.files)
 
 
-def _other_devices(platform: Platform, config: EngineConfig) -> OtherDevices:
+def _other_devices(platform: Platform, attention: AttentionName) -> OtherDevices:
     from llmbatch.engine.ranks.gpu.messages import OtherDevices
 
-    return OtherDevices(replace(platform, share=None, pack=None), config.attention)
+    return OtherDevices(replace(platform, share=None, pack=None), attention)
 
 
 def _calibration(

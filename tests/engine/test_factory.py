@@ -67,7 +67,9 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(preparation, "choose_attention", lambda *_, **__: (SimpleNamespace(cascade=True), ("a note",)))
+    monkeypatch.setattr(
+        preparation, "choose_attention", lambda *_, **__: (SimpleNamespace(cascade=True, name="triton"), ("a note",))
+    )
     monkeypatch.setattr(memory_profile, "measure_room", lambda *_, **__: here.room)
     monkeypatch.setattr(microbenchmarks, "measure_device", lambda *_: replace(HARDWARE, name="measured"))
     monkeypatch.setattr(calibrate, "calibrate_device", here.calibrate)

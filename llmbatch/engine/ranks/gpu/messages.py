@@ -20,7 +20,7 @@ class OtherDevices:
     """How ranks on other devices are told from the first: not at all, but for the number of the device."""
 
     platform: Platform  # the first one's, without its share
-    attention: AttentionName  # that was asked for
+    attention: AttentionName  # that the first one chose
 
 
 @dataclass(frozen=True, slots=True)
