@@ -7,6 +7,7 @@ engine back, so that one may feed the other.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.table_worker import AnsweredTable, TableWorker
 from llmbatch.remote.opening import open_worker
 
+_NUMBERS = re.compile(r"[\d,.]+")
 _log = logging.getLogger("llmbatch")
 _workers: dict[str, LockedWorker] = {}  # by configuration
 _opening = threading.Lock()
@@ -53,8 +55,9 @@ class LockedWorker:
         with self.engine():
             answered = self.worker.answer(table)
         for note in answered.report.notes:
-            if note not in self._told:
-                self._told.add(note)
+            kind = _NUMBERS.sub("", note)  # some count the rows of a table
+            if kind not in self._told:
+                self._told.add(kind)
                 _log.warning("%s", note)
         return answered
 

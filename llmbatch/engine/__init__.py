@@ -9,11 +9,11 @@ __all__ = [
     "config",
     "devices",
     "factory",
-    "preparation",
     "generation",
     "grammars",
     "memory",
     "packing",
+    "preparation",
     "recorded",
     "simulated",
 ]

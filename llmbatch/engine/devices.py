@@ -92,8 +92,8 @@ def _left_idle() -> tuple[str, ...]:
     if count == 1:
         return ()
     return (
-        f"1 of the {count} GPUs that this process sees is used: --tensor-parallel {count} shares the model between "
-        "all, and map_dataset of llmbatch.operators.ray runs a copy on each",
+        f"1 of the {count} GPUs that this process sees is used: --tensor-parallel shares a model between several, and "
+        "map_dataset of llmbatch.operators.ray runs a copy on each",
     )
 
 

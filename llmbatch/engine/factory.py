@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engine.ranks.gpu.messages import OtherDevices
     from llmbatch.engine.ranks.orders import RankOrders
 
+_log = logging.getLogger("llmbatch")
+_RECORDINGS: Final = 2  # where a rank is killed meanwhile
 UNRECORDED: Final = "small steps are not recorded as CUDA graphs, and take longer: %s"
 
 
@@ -85,6 +87,7 @@ class EngineFactory:
         """Start the other ranks on devices, and build the engine of all; where one cannot record, none does."""
         from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
         from llmbatch.engine.ranks.gpu.first import leading_engine
+        from llmbatch.engine.ranks.reports import RankLost
 
         assert self.attention is not None
         assert self.orders is not None
@@ -92,15 +95,20 @@ class EngineFactory:
         build = partial(
             leading_engine, loaded, self.attention, self.orders.with_pages(self._pages), self.devices, **given
         )
-        if self.records:
+        for _ in range(_RECORDINGS if self.records else 0):
             engine = build(recorder=GraphRecorder)
             try:
                 engine.record(range(1, self.max_running + 1), self.mixed, self.cost.rates)
                 return engine
             except RuntimeError as error:
-                logging.getLogger("llmbatch").warning(UNRECORDED, str(error).strip().split("\n")[0])
+                why, killed = str(error).strip().split("\n")[0], isinstance(error, RankLost) and error.by_signal
                 engine.end()
             del engine  # its memory is needed
+            if killed:
+                _log.warning("%s while steps were recorded: they are recorded again", why)
+            else:
+                _log.warning(UNRECORDED, why)
+                break
         return build(recorder=None)
 
     def learnt(self, cost: CostModel) -> EngineFactory:

@@ -68,7 +68,7 @@ class Options(EngineConfig):
         if self.tensor_parallel > 1 and self.engine == "simulated":
             raise refusal("tensor_parallel", "be 1 for engine='simulated', which has no weights", self.tensor_parallel)
         if self.weights not in ("auto", "resident") and self.engine == "simulated":
-            raise refusal("weights", "be auto for engine='simulated', which has none", self.weights)
+            raise refusal("weights", "be auto or resident for engine='simulated', which has none", self.weights)
         if self.weights_memory is not None and self.engine == "simulated":
             raise refusal("weights_memory", "be left out for engine='simulated', which has none", self.weights_memory)
         if self.source.turns is not None:

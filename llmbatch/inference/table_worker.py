@@ -94,6 +94,10 @@ class TableWorker(ABC):
     def load(self) -> object:
         """Make ready to answer. Raises JobError where that cannot be."""
 
+    def make_ready(self) -> None:
+        """Make all ready before a job writes anything. Raises JobError where that cannot be."""
+        self.load()
+
     @abstractmethod
     def shard(
         self,

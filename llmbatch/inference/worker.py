@@ -116,17 +116,18 @@ class Worker(TableWorker):
             check_vocabulary(options.sampling, shape_of(self.model).vocabulary)
 
     def load(self) -> LoadedEngines:
-        """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out.
-
-        The engine is made, too, unless its memory is split by the first window.
-        """
+        """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
         begun = time.perf_counter()
         self._engines = engines = self._engines.load(self.scheduling, self._progress)
-        if not engines.pool.windows.tokens:
-            engines.engine()
         self._compilation.load()
         self.load_seconds += time.perf_counter() - begun
         return engines
+
+    def make_ready(self) -> None:
+        """Load the weights and make the engine, unless its memory is split by the first window."""
+        engines = self.load()
+        if not engines.pool.windows.tokens:
+            engines.engine()
 
     def asking(self, **options: Any) -> Worker:
         """Return a worker with the engines of this one, whose rows ask for something else: other fields of options.

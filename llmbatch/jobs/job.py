@@ -181,7 +181,7 @@ class _Job:
             if outcome.changed and self._options.changed_rows == "refuse":
                 earlier = PriorAnswers.index(outcome.sources, without_errors=outcome.state.without_errors)
                 check_contents(self._source, earlier, self._id)
-            self._worker.load()
+            self._worker.make_ready()
             if lock is None:
                 lock = stack.enter_context(output.locked())
                 if output.state() != before:

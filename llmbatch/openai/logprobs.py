@@ -6,15 +6,14 @@ A value that JSON cannot hold, that of a token which cannot come, is -9999, as i
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from llmbatch.preprocess.tokenization.token_bytes import REPLACED, bytes_of_part
 
 Told = Mapping[str, Any]  # an entry of the column `logprobs`: token_id, token, logprob, and `top` of the likeliest
 
 _LEAST: Final = -9999.0
-_REPLACED: Final = "\ufffd"  # in the text of a token that is only a part of a character, and whose bytes nobody knows
-_BYTES: Final = re.compile(r"bytes:(?:\\x[0-9a-f]{2})+")  # a part of a character whose bytes are known
 
 
 def chat_logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
@@ -32,8 +31,11 @@ def completion_logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, letters = list[int](), 0
     for one in told:
-        offsets.append(letters)  # of a part of a character, where the character is
-        letters += len(decoder.decode(bytes(_bytes_of(one["token"]) or one["token"].encode())))
+        part = bytes_of_part(one["token"])
+        if part is None:  # what is there of a character stays without its end
+            letters += len(decoder.decode(b"", final=True))
+        offsets.append(letters)  # of a part, where the character is
+        letters += len(one["token"]) if part is None else len(decoder.decode(part))
     return {
         "tokens": [one["token"] for one in told],
         "token_logprobs": [_value(one) for one in told],
@@ -64,9 +66,10 @@ def _token(one: Told) -> dict[str, Any]:
 
 def _bytes_of(text: str) -> list[int] | None:
     """Return the bytes of a token; None where nobody knows them."""
-    if _BYTES.fullmatch(text):
-        return list(bytes.fromhex(text.removeprefix("bytes:").replace("\\x", "")))
-    return None if _REPLACED in text else list(text.encode())
+    part = bytes_of_part(text)
+    if part is not None:
+        return list(part)
+    return None if REPLACED in text else list(text.encode())
 
 
 def _value(one: Told) -> float:

@@ -156,11 +156,13 @@ _PCI_EXPRESS: Final = 32e9  # bytes/s each way, of the slowest that is common
 def link_of(name: str) -> float:
     """Return the bytes/s from a card to others, each way, by the longest name in `GPUS` that its own contains.
 
-    >>> link_of("nvidia-a100-sxm4-80gb") / 1e9, link_of("nvidia-l40s") / 1e9
-    (300.0, 32.0)
+    >>> [link_of(f"nvidia-{name}") / 1e9 for name in ("a100-sxm4-80gb", "a100-pcie-80gb", "l40s")]
+    [300.0, 32.0, 32.0]
     """
     words = set(name.lower().split("-"))
     fitting = [known for known in GPUS if set(known.split("-")) <= words]
+    if "pcie" in words:  # which has other links than the board of that name
+        fitting = [known for known in fitting if "pcie" in known]
     found = GPUS[max(fitting, key=len)].link if fitting else None
     return _PCI_EXPRESS if found is None else found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from llmbatch.errors import ModelError, RowError
 from llmbatch.preprocess.chat import Message
 from llmbatch.preprocess.tokenization.control_tokens import Spans, free_mark
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, reads_tools
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 _GOES_ON, _BEGINS = "continue_final_message", "add_generation_prompt"
 
@@ -40,15 +40,14 @@ class ChatRenderer:
                 f"the tokenizer of {tokenizer.name} has no chat template: "
                 "give the prompts as prompt or template, without chat and system"
             )
-        own = self._kwargs.get("chat_template")
-        self._takes_tools = reads_tools(own) if isinstance(own, str) else None  # None: as the tokenizer says
-        if tools is not None and not self.takes_tools:
+        if self._kwargs.get("tools") and not self._takes_tools:
             raise ModelError(self._no_tools)
 
     @property
-    def takes_tools(self) -> bool:
+    def _takes_tools(self) -> bool:
         """Whether the chat template tells the model of tools."""
-        return self._tokenizer.takes_tools if self._takes_tools is None else self._takes_tools
+        own = self._kwargs.get("chat_template")
+        return self._tokenizer.takes_tools(own if isinstance(own, str) else None)
 
     @property
     def _no_tools(self) -> str:
@@ -60,7 +59,7 @@ class ChatRenderer:
     def render(self, messages: list[Message], tools: list[Message] | None = None) -> Prompt | RowError:
         """Render a chat; `tools` are those of its row, whose text is plain like that of messages."""
         tokenizer, controls = self._tokenizer, self._tokenizer.controls
-        if tools and not self.takes_tools:
+        if tools and not self._takes_tools:
             return RowError("messages", self._no_tools)
         kwargs = {**self._end(messages[-1]), **self._kwargs}
         try:

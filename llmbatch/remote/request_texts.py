@@ -43,9 +43,8 @@ class RequestTexts:
         """Whether rows are chats: the endpoint has the template, if it has one."""
         return self._chats
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether tools are told of: the endpoint knows."""
+    def takes_tools(self, template: str | None = None) -> bool:
+        """Say that tools are told of: the endpoint knows."""
         return True
 
     @property

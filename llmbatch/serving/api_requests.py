@@ -23,7 +23,7 @@ from llmbatch.openai.requests import COLUMNS
 from llmbatch.openai.validation import NO_TEMPLATE, has_template
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenization.token_bytes import is_part
+from llmbatch.preprocess.tokenization.token_bytes import bytes_of_part
 from llmbatch.runtime.online.guests import Guest, GuestListener
 from llmbatch.serving.refused import Refused
 
@@ -127,7 +127,7 @@ def _check_size(worker: Worker, url: str, body: Mapping[str, Any]) -> None:
 def _longest(worker: Worker) -> int:
     """Return how many letters of a text a token stands for at most; a space before it may not be in its own text."""
     spelled = worker.tokenizer.spell(range(shape_of(worker.model).vocabulary))
-    return 1 + max(1 if is_part(text) else len(text) for text in spelled)
+    return 1 + max(1 if bytes_of_part(text) else len(text) for text in spelled)
 
 
 def _letters(value: object) -> int:

@@ -20,7 +20,12 @@ def take_at_most(memory: float) -> None:
 
 def available_memory() -> int:
     """Return the bytes this process may still take: of the machine, its control group, its limit, or as it was told."""
-    return int(max(0.0, min(_free_in_all(), _told - _taken(1), _limit() - _taken(0))))
+    free, addresses = _free_in_all(), _limit()
+    if _told < math.inf:
+        free = min(free, _told - _taken(1))
+    if addresses < math.inf:
+        free = min(free, addresses - _taken(0))
+    return int(max(0.0, free))
 
 
 def _free_in_all() -> float:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from llmbatch.errors import JobError
@@ -44,7 +44,7 @@ def start_fed(module: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]
     """Start a process that calls the `main` of a module, and reads what this one writes to its standard input.
 
     This one may read its standard output. It has the open `files` under the same numbers. A Ctrl-C in the terminal is
-    not for it. It says what goes wrong where this process does.
+    not for it.
     """
     return subprocess.Popen(
         _command(module, ()),
@@ -55,14 +55,9 @@ def start_fed(module: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]
     )
 
 
-def await_beside(process: subprocess.Popen[bytes], then: Callable[[], None] = lambda: None) -> threading.Thread:
-    """Start a thread that waits for a process, so that none is left behind as a zombie, and calls `then`."""
-
-    def wait() -> None:
-        process.wait()
-        then()
-
-    waiting = threading.Thread(target=wait, name="beside", daemon=True)
+def await_beside(process: subprocess.Popen[bytes]) -> threading.Thread:
+    """Start a thread that waits for a process, so that none is left behind as a zombie."""
+    waiting = threading.Thread(target=process.wait, name="beside", daemon=True)
     waiting.start()
     return waiting
 

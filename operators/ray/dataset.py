@@ -70,8 +70,9 @@ def map_dataset(
     """Answer every row of a Ray dataset, on several actors; rows keep their columns and get those of the answers.
 
     `op` is `LLMOperator(...)`. `concurrency` is the number of actors, or the fewest and the most of a pool that
-    grows and shrinks. Where it is left out, as many run as the cluster has room for: one for each GPU, or else few with
-    most of a node's cores each. `num_cpus`, `num_gpus`, `memory` and `resources` are what each reserves on its node.
+    grows and shrinks. Where it is left out, as many run as the cluster has room for: one for each GPU, or for so many
+    as share the model, or else few with most of a node's cores each. `num_cpus`, `num_gpus`, `memory` and `resources`
+    are what each reserves on its node.
     The dataset's prompts are read at once, and the whole of it when the returned dataset is executed. Its rows come in
     no particular order, each of them once. A shard has about `rows_per_shard` rows at most: what Ray Data's checkpoints
     take at once. Progress is written by an actor beside the driver, whose output Ray shows there, unless `quiet`.

@@ -71,7 +71,7 @@ def test_cards_that_are_left_idle_are_told_of_unless_one_was_named(card: dict[st
         find_platform("cuda").notes
         == find_platform("auto").notes
         == (
-            "1 of the 2 GPUs that this process sees is used: --tensor-parallel 2 shares the model between all, and "
+            "1 of the 2 GPUs that this process sees is used: --tensor-parallel shares a model between several, and "
             "map_dataset of llmbatch.operators.ray runs a copy on each",
         )
     )

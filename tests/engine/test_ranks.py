@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,42 @@ def test_ranks_that_are_killed_whenever_they_load_end_the_job(tmp_path: Path, ki
     )
 
 
+def test_the_rank_that_was_first_to_end_is_named() -> None:
+    """Another one ends since it waits in vain."""
+    program = "from llmbatch.engine.ranks.reports import RankLost, reporting\nwith reporting():\n    raise {}"
+    said = ("RankLost('a rank does not answer')", "MemoryError('no room')")
+    started = [
+        subprocess.Popen([sys.executable, "-c", program.format(error)], stdin=PIPE, stdout=PIPE, cwd=ROOT)
+        for error in said
+    ]
+    for process in started:
+        process.wait()
+    ranks = object.__new__(team.RankTeam)
+    ranks._processes, ranks._lost = started, None
+    assert str(ranks.lost()) == "rank 2 of 3 ended: no room"
+    team._end(started)
+    assert str(ranks.lost()) == "rank 2 of 3 ended: no room", "it is known from then on"
+
+
+@pytest.mark.parametrize("lacking", ["memfd_create", "pidfd_open"])
+def test_ranks_run_on_a_python_that_was_built_for_older_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    monkeypatch.delattr(os, lacking)
+    folder = tiny_model_folder(tmp_path, "qwen2")
+    execute, killed = RankedEngine.execute, list[int]()
+
+    def kill_once(engine: RankedEngine, step: Step) -> StepResult:
+        if not killed:
+            killed.append(engine.pids[0])
+            os.kill(engine.pids[0], signal.SIGKILL)
+        return execute(engine, step)
+
+    monkeypatch.setattr(RankedEngine, "execute", kill_once)
+    table = answers(folder, tensor_parallel=2, max_tokens=2)
+    assert table["error"].null_count == len(table)
+
+
 def test_a_rank_that_finds_other_weights_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are replaced once the first rank has loaded them."""
     folder = tiny_model_folder(tmp_path, "qwen2")
@@ -244,7 +281,7 @@ def test_what_a_process_was_told_stays_when_its_threads_are_fewer() -> None:
     ("given", "said"),
     [
         ({"tensor_parallel": 2}, "tensor_parallel must be 1 for engine='simulated', which has no weights, got 2"),
-        ({"weights": "disk"}, "weights must be auto for engine='simulated', which has none, got 'disk'"),
+        ({"weights": "disk"}, "weights must be auto or resident for engine='simulated', which has none, got 'disk'"),
         ({"weights_memory": 9}, "weights_memory must be left out for engine='simulated', which has none, got 9"),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from llmbatch.openai.logprobs import chat_logprobs, completion_logprobs
-from llmbatch.preprocess.tokenization.token_bytes import bytes_in_words, is_part
+from llmbatch.preprocess.tokenization.token_bytes import bytes_in_words, bytes_of_part
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 
 def told(token: str, value: float = -1.0, *top: tuple[str, float]) -> dict[str, Any]:
@@ -36,10 +37,27 @@ def test_a_message_tells_the_bytes_of_parts() -> None:
     assert [one["bytes"] for one in found["content"]] == [[0xF0, 0x9F], None, [0xC3, 0xA9]]
 
 
+def test_a_part_that_is_never_completed_is_a_letter() -> None:
+    found = completion_logprobs([told("bytes:\\xf0"), told("a"), told("b")])
+    assert found is not None
+    assert found["text_offset"] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
-    ("token", "words"), [("Ġð", "bytes:\\x20\\xf0"), ("<0x0A>", "bytes:\\x0a"), ("▁", None), ("<0x0G>", "bytes:")]
+    ("token", "words"),
+    [("Ġð", "bytes:\\x20\\xf0"), ("<0xE2>", "bytes:\\xe2"), ("<0x0A>", None), ("▁", None), ("ï¿½", None)],
 )
-def test_bytes_are_read_of_both_kinds_of_vocabularies(token: str, words: str | None) -> None:
-    found = bytes_in_words(token)
-    assert found is None if words is None else found is not None and found.startswith(words)
-    assert found is None or is_part(found)
+def test_bytes_are_told_of_parts_in_both_kinds_of_vocabularies(token: str, words: str | None) -> None:
+    assert bytes_in_words(token) == words
+
+
+def test_what_is_told_of_bytes_can_be_read() -> None:
+    assert bytes_of_part("bytes:\\x20\\xf0") == b" \xf0"
+    assert bytes_of_part("bytes:\\x2") is None
+
+
+def test_a_tokenizer_spells_parts_by_their_bytes(raw: Tokenizer) -> None:
+    tokens = raw.encode(["😀"], special_tokens=False).tokens.tolist()
+    spelled = [bytes_of_part(text) or text.encode() for text in raw.spell(tokens)]
+    assert b"".join(spelled) == "😀".encode()
+    assert len(spelled) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from llmbatch.errors import ModelError, RowError
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenization.loading import load_tokenizer
-from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import SlowTokenizer, Tokenizer
 from tests.support.tokenizers import CHAT_TEMPLATE, save_fast, texts_of
 
 
@@ -179,3 +180,13 @@ def test_tools_that_a_template_tells_nobody_of_are_refused(chatty: Tokenizer) ->
     found = texts_of(PromptSource(messages="m", tools="t"), rows, chatty)
     assert found[:2] == ["<user>hi<assistant>"] * 2
     assert found[2] == RowError("messages", f"{said}template does")
+
+
+def test_a_template_may_be_named() -> None:
+    """A tokenizer may have several, and one for tools."""
+    inner = SimpleNamespace(chat_template={"default": CHAT_TEMPLATE, "tool_use": CHAT_TEMPLATE + "{{ tools }}"})
+    both = SlowTokenizer(inner, "both")
+    assert both.takes_tools()
+    assert both.takes_tools("tool_use")
+    assert not both.takes_tools("default")
+    assert both.takes_tools("{{ tools }}")

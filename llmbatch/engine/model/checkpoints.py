@@ -27,6 +27,7 @@ ModelFiles = tuple[tuple[str, list[int]], ...]  # of each its name, and metadata
 _HUB_SECONDS: Final = 8.0
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
+_MADE_OF: Final = ("config.json", "*.py", "*.index.json", *_WEIGHTS)
 # Types of tensors that the package gguf makes float; docs/models.md lists them.
 _GGUF_TYPES: Final = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
@@ -80,8 +81,11 @@ def model_digest(folder: str) -> str:
 
 
 def files_as_they_are(folder: str) -> ModelFiles:
-    """Return a model's files as they are now; it reads none."""
-    return tuple((file.name, state_of(file)) for file in _files(folder))
+    """Return the files that a model is made of as they are now; it reads none."""
+    made_of = [file for pattern in _MADE_OF for file in sorted(Path(folder).glob(pattern))]
+    with contextlib.suppress(FileNotFoundError):  # one has just gone: so they are others than before
+        return tuple((file.name, state_of(file)) for file in made_of)
+    return ()
 
 
 def _files(folder: str) -> list[Path]:

@@ -6,9 +6,13 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Final, TextIO
 
 from llmbatch.errors import LLMBatchError
+
+LOST: Final = 2  # the status of a rank that ended since another one has
+_NO_MEMORY: Final = ("out of memory", "allocate memory")  # in what torch says
 
 
 class RankLost(RuntimeError):
@@ -32,15 +36,26 @@ def reporting() -> Iterator[None]:
         try:
             yield
             status = 0
-        except (RankLost, LLMBatchError, MemoryError, OSError, RuntimeError) as error:
-            told = isinstance(error, (RankLost, LLMBatchError, OSError)) or "memory" in str(error).lower()
-            if told or isinstance(error, MemoryError):
-                report.write(str(error).strip().split("\n")[0] or type(error).__name__)
+        except RankLost as error:
+            status = LOST
+            _say(report, error)
+        except (LLMBatchError, MemoryError, OSError) as error:
+            _say(report, error)
+        except RuntimeError as error:
+            if any(words in str(error).lower() for words in _NO_MEMORY):
+                _say(report, error)
             else:
                 traceback.print_exc()
         except BaseException:
             traceback.print_exc()
         finally:
-            report.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            try:
+                sys.stderr.flush()
+            finally:
+                os._exit(status)
+
+
+def _say(report: TextIO, error: Exception) -> None:
+    with suppress(OSError):  # nobody is there any more
+        report.write(str(error).strip().split("\n")[0] or type(error).__name__)
+        report.flush()

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import IO, Any, Final
 
-from llmbatch.engine.ranks.reports import RankLost
+from llmbatch.engine.ranks.reports import LOST, RankLost
 from llmbatch.errors import JobError
 from llmbatch.system.processes import is_stopped, start_fed
 
@@ -47,6 +47,7 @@ class RankTeam:
         Raises RankLost where one does not come up.
         """
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._lost: RankLost | None = None
         self._end = weakref.finalize(self, _end, self._processes)
         try:
             for given in orders:
@@ -83,14 +84,13 @@ class RankTeam:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Compute with the other ranks. Raises RankLost, and says so, where one has ended meanwhile."""
+        """Compute a step with the other ranks. Raises RankLost, and says so, where one has ended meanwhile."""
         try:
             yield
         except RuntimeError as error:  # what a library raises that waited for it, too
             lost = self.lost()
-            if lost is None and not isinstance(error, RankLost):
+            if lost is None:
                 raise
-            lost = lost or RankLost(str(error))
             _log.warning("%s: the rows of its step run again on new ranks", lost)
             traceback.clear_frames(error.__traceback__)  # they hold the engine, whose memory the next one needs
             self.end()
@@ -102,18 +102,18 @@ class RankTeam:
             raise RankLost("a rank has ended")
 
     def lost(self) -> RankLost | None:
-        """Say which rank ended and how; None if none did."""
+        """Say which rank ended and how, and the same from then on; None if none did."""
         limit = time.monotonic() + _GRACE_S
-        while time.monotonic() < limit:
+        while self._lost is None and time.monotonic() < limit:
             codes = {rank: process.poll() for rank, process in enumerate(self._processes, 1)}
             ended = {rank: code for rank, code in codes.items() if code is not None}
-            if ended:  # others end since one was killed
-                rank, code = min(ended.items(), key=lambda one: one[1])
+            if ended:  # others end since this one has
+                rank, code = min(ended.items(), key=lambda one: (one[1] == LOST, one[1]))
                 process = self._processes[rank - 1]
                 how = f" by signal {-code}" if code < 0 else _reason(process) or f" with status {code}"
-                return RankLost(f"rank {rank} of {len(self._processes) + 1} ended{how}", by_signal=code < 0)
+                self._lost = RankLost(f"rank {rank} of {len(self._processes) + 1} ended{how}", by_signal=code < 0)
             time.sleep(0.01)
-        return None
+        return self._lost
 
     def end(self) -> None:
         """End the other ranks."""
@@ -154,7 +154,7 @@ def receive(stream: IO[bytes]) -> Any:
 def _watch(process: subprocess.Popen[bytes], rank: int, leave: Callable[[], None]) -> None:
     """Wait for the end of a process, and `leave` then; kill one that is stopped, since all others wait for it."""
     stopped_since = math.inf
-    with suppress(OSError):  # a system that does not tell of other processes
+    with suppress(OSError, AttributeError):  # a system or a Python that does not tell of other processes
         ended = select.poll()
         ended.register(descriptor := os.pidfd_open(process.pid), select.POLLIN)
         while not ended.poll(1e3 * _LOOK_S):

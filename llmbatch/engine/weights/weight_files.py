@@ -23,6 +23,8 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     try:
         names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{_INDEX} in model folder {str(folder)!r} must name the file of each weight, and cannot be read: copy or "

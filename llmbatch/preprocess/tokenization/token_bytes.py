@@ -10,6 +10,9 @@ import re
 from itertools import chain
 from typing import Final
 
+REPLACED: Final = "\ufffd"  # in the text of a token that is only a part of a character
+_MARK: Final = "bytes:"
+_PART: Final = re.compile(_MARK + r"(?:\\x[0-9a-f]{2})+")
 _ONE_BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTABLE: Final = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS: Final = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
@@ -22,16 +25,24 @@ _BYTES: Final = {
 
 
 def bytes_in_words(token: str) -> str | None:
-    r"""Write the bytes of a token of a vocabulary; None where its letters do not stand for bytes.
+    r"""Write the bytes of a token of a vocabulary; None where its letters stand for none, or for whole characters.
 
-    >>> bytes_in_words("ðŁ"), bytes_in_words("<0xF0>"), bytes_in_words("▁a")
-    ('bytes:\\xf0\\x9f', 'bytes:\\xf0', None)
+    >>> [bytes_in_words(token) for token in ("ðŁ", "<0xF0>", "▁a", "Ã©")]
+    ['bytes:\\xf0\\x9f', 'bytes:\\xf0', None, None]
     """
     one = _ONE_BYTE.fullmatch(token)
     found = [int(one[1], 16)] if one else [_BYTES.get(letter, -1) for letter in token]
-    return None if -1 in found else "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+    if -1 in found:
+        return None
+    try:
+        bytes(found).decode()
+    except UnicodeDecodeError:
+        return _MARK + "".join(f"\\x{byte:02x}" for byte in found)
+    return None
 
 
-def is_part(text: str) -> bool:
-    """Tell whether a token was written by its bytes, since it is a part of a character."""
-    return text.startswith("bytes:\\x")
+def bytes_of_part(text: str) -> bytes | None:
+    """Read what `bytes_in_words` has written; None of any other text."""
+    if _PART.fullmatch(text) is None:
+        return None
+    return bytes.fromhex(text.removeprefix(_MARK).replace("\\x", ""))

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from llmbatch.preprocess.tokenization.control_tokens import Controls, Spans
 from llmbatch.preprocess.tokenization.respelled import Respelled
-from llmbatch.preprocess.tokenization.token_bytes import bytes_in_words
+from llmbatch.preprocess.tokenization.token_bytes import REPLACED, bytes_in_words
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 _BATCH_TEXTS = 1000  # texts whose tokens are Python lists at one time
 _BATCH_LETTERS = 2_000_000  # of these, so that a batch takes less than a second
 _INT32_MAX = 2**31 - 1
-_REPLACED = "\ufffd"  # in the text of a token that is only a part of a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,8 @@ class Tokenizer(Protocol):
         """Whether `render_chat` has a template to work with."""
         ...
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
+    def takes_tools(self, template: str | None = None) -> bool:
+        """Tell whether a chat template, the usual one or that text or name, tells the model of tools."""
         ...
 
     @property
@@ -114,13 +112,13 @@ class SlowTokenizer:
         template = self._tokenizer.chat_template
         return "default" in template if isinstance(template, dict) else bool(template)
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template reads `tools`, or there is one for them."""
-        template = self._tokenizer.chat_template
-        if isinstance(template, dict):
-            return "tool_use" in template or reads_tools(template.get("default", ""))
-        return reads_tools(template or "")
+    def takes_tools(self, template: str | None = None) -> bool:
+        """Tell whether a chat template names `tools`; where there are several, one may be for them."""
+        own = self._tokenizer.chat_template
+        named: dict[str, str] = own if isinstance(own, dict) else {"default": own or ""}
+        if template is None:
+            template = "tool_use" if "tool_use" in named else "default"
+        return re.search(r"\btools\b", named.get(template, template)) is not None
 
     @cached_property
     def controls(self) -> Controls:
@@ -237,7 +235,7 @@ class FastTokenizer(SlowTokenizer):
         """Return the text of each token alone, or its bytes where it is only a part of a character."""
         texts = super().spell(tokens)
         for i, text in enumerate(texts):
-            if _REPLACED in text:
+            if REPLACED in text:
                 texts[i] = bytes_in_words(self._backend.id_to_token(tokens[i])) or text
         return texts
 
@@ -265,11 +263,6 @@ class FastTokenizer(SlowTokenizer):
             return None
         normalize: Callable[[str], str] = normalizer.normalize_str
         return normalize
-
-
-def reads_tools(template: str) -> bool:
-    """Tell whether a chat template names the variable of tools."""
-    return re.search(r"\btools\b", template) is not None
 
 
 def _batches(texts: Sequence[str]) -> Iterable[tuple[int, int]]:

@@ -208,7 +208,7 @@ class BatchStore:
             if self._records[name]["status"] == "cancelling":
                 self._cancel(name)
                 return
-            with self._lock:  # the server ends: what is done is known when it begins again
+            with self._lock, contextlib.suppress(OSError):  # what is done is known when the server begins again
                 self._write(name, self._now(name))
             return
         except InputError as error:

@@ -152,16 +152,9 @@ def test_rows_of_a_rank_that_dies_run_again(
     assert found["generated_text"].equals(answers(folder, rows, max_tokens=4)["generated_text"])
 
 
-@pytest.mark.slow
-def test_nothing_is_recorded_where_one_rank_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()[:2]
-    expected = generate(tiny_model("llama", layers=LAYERS), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
-    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+def recording_factory(folder: str, golden: Golden) -> EngineFactory:
     described = describe_model(folder, dtype="float32", device=HOST)
-    golden = Golden(rows, MAX_TOKENS, page_size=4)
-    factory = EngineFactory(
+    return EngineFactory(
         Pool(golden.num_pages, 4),
         cost_model(ALONE, described, Options.build(model=folder, prompt="text", max_tokens=1)),
         TritonAttention(HOST),
@@ -170,12 +163,47 @@ def test_nothing_is_recorded_where_one_rank_cannot(
         orders=orders_of(folder),
         devices=OtherDevices(ALONE, "triton"),
     )
+
+
+@pytest.mark.slow
+def test_nothing_is_recorded_where_one_rank_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()[:2]
+    expected = generate(tiny_model("llama", layers=LAYERS), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    golden = Golden(rows, MAX_TOKENS, page_size=4)
     monkeypatch.setattr(recorder, "GraphRecorder", new_recorder)
     monkeypatch.setattr(Again, "record", refuse)  # here, and not on the other rank
     with caplog.at_level(logging.WARNING, "llmbatch"):
-        engine = factory.engine(loaded, None, None)
+        engine = recording_factory(folder, golden).engine(loaded, None, None)
     assert caplog.messages == ["small steps are not recorded as CUDA graphs, and take longer: it waits"]
     assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
+
+
+@pytest.mark.slow
+def test_steps_are_recorded_again_where_a_rank_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()[:2]
+    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    golden = Golden(rows, MAX_TOKENS, page_size=4)
+    golden.num_pages = 60
+    record, killed = LeadingEngine.record, list[int]()
+
+    def kill_once(engine: LeadingEngine, *given: Any) -> None:
+        if not killed:
+            killed.append(engine.pids[0])
+            os.kill(engine.pids[0], signal.SIGKILL)
+        record(engine, *given)
+
+    monkeypatch.setattr(LeadingEngine, "record", kill_once)
+    monkeypatch.setattr(recorder, "GraphRecorder", new_recorder)
+    with caplog.at_level(logging.WARNING, "llmbatch"):
+        engine = recording_factory(folder, golden).engine(loaded, None, None)
+    assert caplog.messages == ["rank 1 of 2 ended by signal 9 while steps were recorded: they are recorded again"]
+    golden.run(engine, Blend(0.1, 0.2), 16)
+    assert RECORDERS.pop().repeated > 0
 
 
 def refuse(*_: Any) -> None:
@@ -205,14 +233,13 @@ def test_a_rank_that_does_not_come_up_is_named(
 def test_ranks_meet_at_the_loopback_alone() -> None:
     meeting = Meeting()
     listening = {
-        (socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16))
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        address
+        for table in Path("/proc/net").glob("tcp*")
+        for line in table.read_text().splitlines()[1:]
         for address, _, port in [line.split()[1].partition(":")]
-        if line.split()[3] == "0A"
+        if int(port, 16) == meeting.port and line.split()[3] == "0A"
     }
-    assert ("127.0.0.1", meeting.port) in listening
-    everywhere = {line.split()[1].partition(":")[2] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]}
-    assert f"{meeting.port:04X}" not in everywhere
+    assert listening == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
 
 
 def test_a_group_does_not_leave_its_environment_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,16 +257,19 @@ def test_a_share_can_be_measured_before_others_are_there() -> None:
     assert len(alone.gather(states)) == 3
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first_gpu", "ranks", "said"),
+    [
+        (0, 8, "tensor_parallel must be at most 4, the GPUs that this process sees, got 8"),
+        (3, 2, "tensor_parallel must be at most 1, the GPUs from number 3 on that this process sees, got 2"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, first_gpu: int, ranks: int, said: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    card = torch.device("cuda", 3)
-    behind = re.escape("tensor_parallel must be at most 1, the GPUs from number 3 on that this process sees, got 2")
-    with pytest.raises(ParameterError, match=f"^{behind}$"):
-        first_of_gpus(replace(ALONE, device=card), 2)
-    with pytest.raises(
-        ParameterError, match=r"^tensor_parallel must be at most 4, the GPUs that this process sees, got 8$"
-    ):
-        first_of_gpus(replace(ALONE, device=torch.device("cuda", 0)), 8)
+    with pytest.raises(ParameterError, match=f"^{re.escape(said)}$"):
+        first_of_gpus(replace(ALONE, device=torch.device("cuda", first_gpu)), ranks)
 
 
 @pytest.mark.parametrize(

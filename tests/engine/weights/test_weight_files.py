@@ -50,7 +50,9 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
         weight_files(folder)
 
 
-@pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a"]}, {"weight_map": {"a": {}}}])
+@pytest.mark.parametrize(
+    "index", [[], {}, {"weight_map": ["a"]}, {"weight_map": {"a": {}}}, {"weight_map": {"a": 1}}, {"weight_map": {}}]
+)
 def test_an_index_that_says_something_else_is_told(tmp_path: Path, index: object) -> None:
     folder = folder_of(tmp_path, index=index)
     said = f"{INDEX} in model folder {str(folder)!r} must name the file of each weight, and cannot be read: "

@@ -13,8 +13,9 @@ something, and raise `RankLost` behind it.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from llmbatch.errors import JobError
 from llmbatch.kernels.cpu.decoder_inputs import Ranks
 from llmbatch.kernels.cpu.workers import Team, arrivals, arrive, have_arrived, is_open, open_barrier, wait_for_all
 
+_SHARED: Final = "/dev/shm"  # files there are in memory alone
 BLOCK: Final = 2**18  # elements: what 256 rows of a small model are
 
 
@@ -36,9 +38,13 @@ def shared_file(ranks: int) -> Iterator[int]:
     Raises JobError where there is no room for it.
     """
     size = 2 * arrivals().nbytes + 2 * ranks * BLOCK * 4
-    file = os.memfd_create("llmbatch-ranks")
-    try:
+    with ExitStack() as stack:
         try:
+            if hasattr(os, "memfd_create"):
+                file = os.memfd_create("llmbatch-ranks")
+                stack.callback(os.close, file)
+            else:  # a Python that was built for older systems
+                file = stack.enter_context(tempfile.TemporaryFile(dir=_SHARED)).fileno()
             os.posix_fallocate(file, 0, size)
         except OSError as error:
             raise JobError(
@@ -46,8 +52,6 @@ def shared_file(ranks: int) -> Iterator[int]:
                 f"{error.strerror!r}: take fewer ranks (--tensor-parallel)"
             ) from error
         yield file
-    finally:
-        os.close(file)
 
 
 class SharedMemory:

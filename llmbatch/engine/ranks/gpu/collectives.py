@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as options_of
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.ranks.reports import RankLost
@@ -34,7 +34,7 @@ class DeviceCollectives:
         if self._meeting is None:
             return x
         total = x.contiguous()
-        self._queue(lambda group: group.allreduce([total], _here(options_of.AllreduceOptions())))
+        self._queue(lambda group: group.allreduce([total], _here(AllreduceOptions())))
         return total
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -43,14 +43,14 @@ class DeviceCollectives:
             return [x] * self.ranks
         own = x.contiguous()
         found = own.new_empty(self.ranks, *own.shape)
-        options = _here(options_of.AllgatherOptions())
+        options = _here(AllgatherOptions())
         self._queue(lambda group: group._allgather_base(found.view(-1), own.view(-1), options))
         return list(found)
 
     def give(self, x: torch.Tensor) -> None:
         """Write the first rank's `x` to that of all others."""
         if self._meeting is not None:
-            self._queue(lambda group: group.broadcast([x], _here(options_of.BroadcastOptions())))
+            self._queue(lambda group: group.broadcast([x], _here(BroadcastOptions())))
 
     def _queue(self, begin: Callable[[Any], Any]) -> None:
         """Let the device, or this thread where there is none, wait for the other ranks."""
@@ -59,11 +59,11 @@ class DeviceCollectives:
             work = self._meeting.begin(begin)
             if work is not None:
                 work.wait()
-        except torch.OutOfMemoryError:
-            raise
         except RankLost:
             raise
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
+                raise  # of this device
             raise RankLost(f"a rank does not answer: {' '.join(str(error).split())[-300:]}") from error
 
 

@@ -82,10 +82,12 @@ class LeadingEngine(GpuEngine):
         self._team.end()
 
     def record(self, decodes: Iterable[int], mixed: Iterable[int] = (), rates: Rates | None = None) -> None:
-        """Record steps on all devices, as `GpuEngine.record` does."""
-        with self._team.computing():
+        """Record steps on all devices, as `GpuEngine.record` does. Raises RankLost where a rank has ended."""
+        try:
             super().record(decodes, mixed, rates)
             self._team.check()
+        except RuntimeError as error:
+            raise self._team.lost() or error from None
 
     def submit(self, step: Step) -> StepResult | None:
         """Queue a step on all devices, as `GpuEngine.submit` does."""

@@ -75,6 +75,8 @@ class Meeting:
                 time.sleep(_PAUSE)
             with _environment(_NCCL if device.type == "cuda" else {}):
                 self._group = _open_group(self._store, rank, ranks, device)
+                if self._left:
+                    raise RankLost("a rank does not answer")
                 self._group.allreduce([torch.zeros(1, device=device)]).wait()  # connects: what fails there fails now
         except _DIST.DistError as error:
             raise RankLost("a rank does not answer") from error
