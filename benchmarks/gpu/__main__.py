@@ -72,8 +72,8 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is made
     # Not this folder itself, whose modules would stand before others of their names.
     sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path) != HERE), str(HERE.parent.parent)]
+    from gpu.harness.stage import DRY, FULL, Stage
     from gpu.kernels import PAGE
-    from gpu.stage import DRY, FULL, Stage
 
     asked = {"requests": given.rows, "pool": given.pool_tokens and given.pool_tokens // PAGE, "runs": given.runs}
     sizes = replace(DRY if given.dry_run else FULL, **{name: value for name, value in asked.items() if value})
@@ -93,7 +93,7 @@ def main() -> int:
 
 def run(name: str, stage: Any, orders: list[str], out: Path | None) -> None:
     """Run a part: print each of its results, and write it into a folder if there is one."""
-    from gpu.pictures import draw
+    from gpu.harness.pictures import draw
 
     module = import_module("gpu.jobs" if name in MIXES else f"gpu.{name}")
     found = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu.stage import Stage
+from gpu.harness.stage import Stage
 from llmbatch.engine.calibration.microbenchmarks import copy_bandwidth, product_rate
 
 

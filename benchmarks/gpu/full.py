@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpu.harness.stage import Stage
 from gpu.jobs import SOURCES
-from gpu.stage import Stage
 from llmbatch.engine.gpu.strategies import STRATEGIES
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape

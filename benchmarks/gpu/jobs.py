@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu.stage import Stage
+from gpu.harness.stage import Stage
 from gpu.steps import efficiencies
 from llmbatch.engine.calibration.memory_profile import measure_room
 from llmbatch.engine.gpu.engine import GpuEngine

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu.stage import Stage
+from gpu.harness.stage import Stage
 from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
 from llmbatch.kernels import reference
 from llmbatch.kernels.cascade import GROUPS, Groups

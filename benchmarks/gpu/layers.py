@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from gpu.harness.stage import Stage
 from gpu.kernels import PAGE, spec_of
-from gpu.stage import Stage
 from llmbatch.engine.model.fusion.layers import FusedLayer
 from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, join_products
 from llmbatch.kernels.spec import SILU, AttentionSpec

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from gpu.harness.stage import SMALL, Stage
 from gpu.smoke import Repeater
-from gpu.stage import SMALL, Stage
 from llmbatch.engine.calibration.step_timer import StepKind, time_step
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.graphs.mixed import mixed_sizes

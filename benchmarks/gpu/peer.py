@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from gpu.harness.stage import Stage
 from gpu.jobs import drawn, job, pool_of, requests_of
-from gpu.stage import Stage
 from llmbatch.preprocess.request_batch import RequestBatch
 
 

@@ -16,12 +16,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from gpu.stage import Stage
+from gpu.harness.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind, time_step
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
 from llmbatch.engine.model.loader import load_model
-from llmbatch.engine.ranks.gpu.first import first_of_gpus, leading_engine
+from llmbatch.engine.ranks.gpu.first import first_of_gpus, ranked_engine
 from llmbatch.engine.ranks.gpu.messages import OtherDevices
 from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.kernels.triton.backend import TritonAttention
@@ -104,7 +104,7 @@ def _engine(stage: Stage, ranks: int) -> GpuEngine:
             **pages,
         )
         others = OtherDevices(replace(stage.platform, copies=None), "triton")
-        engine = leading_engine(loaded, attention, orders, others, recorder=recorder)
+        engine = ranked_engine(loaded, attention, orders, others, recorder=recorder)
     engine.pages.fill()
     return engine
 

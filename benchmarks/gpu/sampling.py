@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
-from gpu.stage import Stage
+from gpu.harness.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind, time_step
 
 GREEDY: Final = StepKind().params

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu.harness.stage import Stage
 from gpu.kernels import ALONE, Attention, Step, padded
-from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear

@@ -17,8 +17,8 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
+from gpu.harness.stage import Stage
 from gpu.kernels import ALONE, decodes
-from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind, measured, time_step
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.strategies import STRATEGIES

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from gpu.harness.stage import Stage
 from gpu.jobs import drawn, job, pool_of, requests_of
-from gpu.stage import Stage
 
 PART = 8  # one row in so many
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpu.stage import Stage
+from gpu.harness.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind, time_step
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.gpu.engine import GpuEngine

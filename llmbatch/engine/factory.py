@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engine.gpu.engine import GpuEngine
     from llmbatch.engine.gpu.strategies import Strategy
     from llmbatch.engine.model.loader import LoadedModel
-    from llmbatch.engine.ranks.gpu.engine import LeadingEngine
+    from llmbatch.engine.ranks.gpu.engine import RankedGpuEngine
     from llmbatch.engine.ranks.gpu.messages import OtherDevices
     from llmbatch.engine.ranks.orders import RankOrders
 
@@ -55,7 +55,7 @@ class EngineFactory:
     ) -> StreamEngine:
         """Build a new engine, with the memory of the pool; `decode` turns tokens into text, for stop strings."""
         if self.devices is not None:
-            return self._leading(loaded, decode=decode, grammars=grammars)
+            return self._ranked(loaded, decode=decode, grammars=grammars)
         if self.attention is not None:
             engine = self.accelerated(
                 loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode, grammars=grammars
@@ -70,9 +70,9 @@ class EngineFactory:
         made = CpuEngine(loaded, **self._pages, decode=decode, grammars=grammars, model=model)
         if self.orders is None:
             return made
-        from llmbatch.engine.ranks.cpu.first import with_ranks
+        from llmbatch.engine.ranks.cpu.first import ranked_engine
 
-        return with_ranks(made, loaded, self.orders.with_pages(self._pages))
+        return ranked_engine(made, loaded, self.orders.with_pages(self._pages))
 
     @property
     def _pages(self) -> dict[str, int]:
@@ -83,17 +83,17 @@ class EngineFactory:
             "page_size": pool.page_size,
         }
 
-    def _leading(self, loaded: LoadedModel, **given: Any) -> LeadingEngine:
+    def _ranked(self, loaded: LoadedModel, **given: Any) -> RankedGpuEngine:
         """Start the other ranks on devices, and build the engine of all; where one cannot record, none does."""
         from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
-        from llmbatch.engine.ranks.gpu.first import leading_engine
+        from llmbatch.engine.ranks.gpu.first import ranked_engine
         from llmbatch.engine.ranks.reports import RankLost
 
         assert self.attention is not None
         assert self.orders is not None
         assert self.devices is not None
         build = partial(
-            leading_engine, loaded, self.attention, self.orders.with_pages(self._pages), self.devices, **given
+            ranked_engine, loaded, self.attention, self.orders.with_pages(self._pages), self.devices, **given
         )
         for _ in range(_RECORDINGS if self.records else 0):
             engine = build(recorder=GraphRecorder)

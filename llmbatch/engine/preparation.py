@@ -70,9 +70,9 @@ def prepare(
         factory = EngineFactory(pool, cost_model(platform, model, config), attention, strategy)
     factory = replace(factory, notes=(*notes, *factory.notes))
     orders = _orders(model, config, loaded)
-    return (
-        factory if orders is None else replace(factory, orders=orders, devices=_other_devices(platform, attention.name))
-    )
+    if orders is not None:
+        factory = replace(factory, orders=orders, devices=_other_devices(platform, attention.name))
+    return factory
 
 
 def _on_a_card(

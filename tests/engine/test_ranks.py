@@ -27,7 +27,7 @@ from llmbatch.engine.cpu.threads import threads_told
 from llmbatch.engine.ranks import team
 from llmbatch.engine.ranks.collectives import share_of
 from llmbatch.engine.ranks.cpu import first
-from llmbatch.engine.ranks.cpu.engine import RankedEngine
+from llmbatch.engine.ranks.cpu.engine import RankedCpuEngine
 from llmbatch.engine.ranks.plan import check_cores
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.system import processes
@@ -60,6 +60,20 @@ def answers(folder: str, **options: Any) -> pa.Table:
     operator = LLMOperator(model=folder, **{**common, **options})
     table: pa.Table = operator(ROWS)
     return table
+
+
+def signal_once(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, *, step: int = 0) -> list[int]:
+    """Send the second rank a signal before that step, once; returns its process when that was done."""
+    execute, sent = RankedCpuEngine.execute, list[int]()
+
+    def send_once(engine: RankedCpuEngine, given: Step) -> StepResult:
+        if given.index == step and not sent:
+            sent.append(engine.pids[0])
+            os.kill(engine.pids[0], number)
+        return execute(engine, given)
+
+    monkeypatch.setattr(RankedCpuEngine, "execute", send_once)
+    return sent
 
 
 @contextmanager
@@ -101,16 +115,7 @@ def test_rows_of_a_rank_that_dies_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tiny_model_folder(tmp_path, "qwen2")
-    execute = RankedEngine.execute
-    killed: list[int] = []
-
-    def kill_once(engine: RankedEngine, step: Step) -> StepResult:
-        if step.index == 3 and not killed:
-            killed.append(engine.pids[0])
-            os.kill(engine.pids[0], signal.SIGKILL)
-        return execute(engine, step)
-
-    monkeypatch.setattr(RankedEngine, "execute", kill_once)
+    killed = signal_once(monkeypatch, signal.SIGKILL, step=3)
     with caplog.at_level(logging.WARNING, "llmbatch"):
         table = answers(folder, tensor_parallel=2, max_tokens=7)
     assert len(killed) == 1
@@ -126,15 +131,7 @@ def test_a_rank_that_is_stopped_is_replaced(
     folder = tiny_model_folder(tmp_path, "qwen2")
     monkeypatch.setattr(team, "_STOPPED_S", 0.0)
     monkeypatch.setattr(team, "_LOOK_S", 0.01)
-    execute, stopped = RankedEngine.execute, list[int]()
-
-    def stop_once(engine: RankedEngine, step: Step) -> StepResult:
-        if not stopped:
-            stopped.append(engine.pids[0])
-            os.kill(engine.pids[0], signal.SIGSTOP)
-        return execute(engine, step)
-
-    monkeypatch.setattr(RankedEngine, "execute", stop_once)
+    signal_once(monkeypatch, signal.SIGSTOP)
     with caplog.at_level(logging.WARNING, "llmbatch"):
         table = answers(folder, tensor_parallel=2, max_tokens=2)
     assert caplog.messages == [
@@ -204,15 +201,7 @@ def test_ranks_run_on_a_python_that_was_built_for_older_systems(
 ) -> None:
     monkeypatch.delattr(os, lacking)
     folder = tiny_model_folder(tmp_path, "qwen2")
-    execute, killed = RankedEngine.execute, list[int]()
-
-    def kill_once(engine: RankedEngine, step: Step) -> StepResult:
-        if not killed:
-            killed.append(engine.pids[0])
-            os.kill(engine.pids[0], signal.SIGKILL)
-        return execute(engine, step)
-
-    monkeypatch.setattr(RankedEngine, "execute", kill_once)
+    signal_once(monkeypatch, signal.SIGKILL)
     table = answers(folder, tensor_parallel=2, max_tokens=2)
     assert table["error"].null_count == len(table)
 

@@ -36,8 +36,8 @@ from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.gpu import first
 from llmbatch.engine.ranks.gpu import meeting as meeting_module
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
-from llmbatch.engine.ranks.gpu.engine import LeadingEngine
-from llmbatch.engine.ranks.gpu.first import first_of_gpus, leading_engine
+from llmbatch.engine.ranks.gpu.engine import RankedGpuEngine
+from llmbatch.engine.ranks.gpu.first import first_of_gpus, ranked_engine
 from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.ranks.gpu.messages import OtherDevices
 from llmbatch.engine.ranks.orders import RankOrders
@@ -107,7 +107,7 @@ def test_ranks_repeat_what_all_have_recorded(tmp_path: Path) -> None:
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     golden.num_pages = 60
     pages = {"num_pages": golden.num_pages, "window_pages": 0, "page_size": 4}
-    engine = leading_engine(
+    engine = ranked_engine(
         loaded,
         TritonAttention(HOST),
         orders_of(folder).with_pages(pages),
@@ -125,25 +125,25 @@ def test_rows_of_a_rank_that_dies_run_again(
     """The engine that lost it is gone before the next one is built: a GPU has no room for both."""
     folder = tiny_model_folder(tmp_path, "llama", layers=LAYERS)
     rows = pa.table({"text": [f"row {i}" for i in range(3)]})
-    build, submit = EngineFactory._leading, LeadingEngine.submit
+    build, submit = EngineFactory._ranked, RankedGpuEngine.submit
     killed, alive = list[int](), list[int]()
-    made = list[weakref.ref[LeadingEngine]]()
+    made = list[weakref.ref[RankedGpuEngine]]()
 
-    def note(*given: Any, **named: Any) -> LeadingEngine:
+    def note(*given: Any, **named: Any) -> RankedGpuEngine:
         gc.collect()
         alive.append(sum(one() is not None for one in made))
         engine = build(*given, **named)
         made.append(weakref.ref(engine))
         return engine
 
-    def kill_once(engine: LeadingEngine, step: Step) -> StepResult | None:
+    def kill_once(engine: RankedGpuEngine, step: Step) -> StepResult | None:
         if step.index == 2 and not killed:
             killed.append(engine.pids[0])
             os.kill(engine.pids[0], signal.SIGKILL)
         return submit(engine, step)
 
-    monkeypatch.setattr(EngineFactory, "_leading", note)
-    monkeypatch.setattr(LeadingEngine, "submit", kill_once)
+    monkeypatch.setattr(EngineFactory, "_ranked", note)
+    monkeypatch.setattr(RankedGpuEngine, "submit", kill_once)
     with caplog.at_level(logging.WARNING, "llmbatch"):
         found = answers(folder, rows, device="cuda", tensor_parallel=2, max_tokens=4)
     assert len(killed) == 1
@@ -189,15 +189,15 @@ def test_steps_are_recorded_again_where_a_rank_was_killed(
     loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     golden.num_pages = 60
-    record, killed = LeadingEngine.record, list[int]()
+    record, killed = RankedGpuEngine.record, list[int]()
 
-    def kill_once(engine: LeadingEngine, *given: Any) -> None:
+    def kill_once(engine: RankedGpuEngine, *given: Any) -> None:
         if not killed:
             killed.append(engine.pids[0])
             os.kill(engine.pids[0], signal.SIGKILL)
         record(engine, *given)
 
-    monkeypatch.setattr(LeadingEngine, "record", kill_once)
+    monkeypatch.setattr(RankedGpuEngine, "record", kill_once)
     monkeypatch.setattr(recorder, "GraphRecorder", new_recorder)
     with caplog.at_level(logging.WARNING, "llmbatch"):
         engine = recording_factory(folder, golden).engine(loaded, None, None)
@@ -220,7 +220,7 @@ def test_a_rank_that_does_not_come_up_is_named(
     with pytest.raises(
         JobError, match=r"^the ranks of tensor_parallel=2 must all start, and rank 1 of 2 ended with status 1$"
     ):
-        leading_engine(
+        ranked_engine(
             loaded,
             TritonAttention(HOST),
             orders_of(folder).with_pages(pages),

@@ -21,7 +21,7 @@ from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
 
 
-class RankedEngine:
+class RankedCpuEngine:
     """Runs steps on a team of ranks. Where one of them dies it raises `RankLost`, and is of no more use."""
 
     def __init__(self, engine: CpuEngine, module: nn.Module, team: RankTeam) -> None:

@@ -11,7 +11,7 @@ from llmbatch.engine.cpu.threads import threads_told
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.cpu.collectives import HostCollectives
-from llmbatch.engine.ranks.cpu.engine import RankedEngine
+from llmbatch.engine.ranks.cpu.engine import RankedCpuEngine
 from llmbatch.engine.ranks.cpu.messages import HostRank
 from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory, shared_file
 from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
@@ -35,7 +35,7 @@ def threads_of(ranks: int) -> int:
     return max(1, threads_told() // ranks)
 
 
-def with_ranks(engine: CpuEngine, loaded: LoadedModel, orders: RankOrders) -> RankedEngine:
+def ranked_engine(engine: CpuEngine, loaded: LoadedModel, orders: RankOrders) -> RankedCpuEngine:
     """Start the other ranks of a share, and return the engine of all. Raises JobError where one does not come up."""
     collectives, threads = head_of(loaded.module).collectives, threads_of(orders.ranks)
 
@@ -46,4 +46,4 @@ def with_ranks(engine: CpuEngine, loaded: LoadedModel, orders: RankOrders) -> Ra
             join = partial(collectives.join, memory)
             return RankTeam(_RANK, others, files=[file], join=join, leave=memory.open)
 
-    return RankedEngine(engine, loaded.module, start_team(build, orders.ranks))
+    return RankedCpuEngine(engine, loaded.module, start_team(build, orders.ranks))

@@ -64,7 +64,7 @@ class AgreedTimes:
         return float(found)
 
 
-class LeadingEngine(GpuEngine):
+class RankedGpuEngine(GpuEngine):
     """Runs steps on a team of ranks. Where one of them dies it raises `RankLost`, and is of no more use."""
 
     def __init__(self, *given: Any, team: RankTeam, **named: Any) -> None:

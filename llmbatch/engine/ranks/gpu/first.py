@@ -15,7 +15,7 @@ from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.collectives import HeadShare
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
-from llmbatch.engine.ranks.gpu.engine import AgreedTimes, LeadingEngine, ToldFollowers
+from llmbatch.engine.ranks.gpu.engine import AgreedTimes, RankedGpuEngine, ToldFollowers
 from llmbatch.engine.ranks.gpu.meeting import Meeting, keep_at_exit
 from llmbatch.engine.ranks.gpu.messages import DeviceRank, OtherDevices
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
@@ -41,7 +41,7 @@ def first_of_gpus(platform: Platform, ranks: int) -> Platform:
     return replace(platform, share=share, pack=share.pack, ranks=ranks)
 
 
-def leading_engine(
+def ranked_engine(
     loaded: LoadedModel,
     attention: PagedAttention,
     orders: RankOrders,
@@ -49,7 +49,7 @@ def leading_engine(
     *,
     recorder: Callable[[], Recorder] | None,
     **given: Any,
-) -> LeadingEngine:
+) -> RankedGpuEngine:
     """Start the other ranks of a share, and return the engine of all, which takes what is `given` too.
 
     Raises JobError where a rank does not come up.
@@ -64,7 +64,7 @@ def leading_engine(
 
     team = start_team(build, orders.ranks)
     keep_at_exit()
-    return LeadingEngine(
+    return RankedGpuEngine(
         loaded,
         attention,
         num_pages=orders.num_pages,

@@ -17,7 +17,7 @@ from llmbatch.perf_model.work import Rates
 
 @dataclass(frozen=True, slots=True)
 class OtherDevices:
-    """How ranks on other devices are told from the first: not at all, but for the number of the device."""
+    """What all ranks on devices have in common: everything but the number of the device."""
 
     platform: Platform  # the first one's, without its share
     attention: AttentionName  # that the first one chose
