@@ -42,8 +42,8 @@ SIGNATURES = {
     "explain": "(inputs: 'Paths', **options: 'Unpack[ExplainArgs]') -> 'Forecast'",
     "map_dataset": "(ds: 'ray.data.Dataset', op: 'LLMOperator', *, concurrency: 'int | tuple[int, int] | None' = None, "
     "num_cpus: 'float | None' = None, num_gpus: 'float | None' = None, memory: 'float | None' = None, "
-    "resources: 'dict[str, float] | None' = None, rows_per_shard: 'int' = 20000, quiet: 'bool' = False) "
-    "-> 'ray.data.Dataset'",
+    "resources: 'dict[str, float] | None' = None, rows_per_shard: 'int' = 20000, plan: 'PlanName' = 'given', "
+    "quiet: 'bool' = False) -> 'ray.data.Dataset'",
     "run": "(inputs: 'Paths', output: 'str | os.PathLike[str]', *, progress: 'Progress | None' = None, "
     "stopping: 'StopRequest | None' = None, **options: 'Unpack[RunArgs]') -> 'Report'",
     "serve": "(*, progress: 'Progress | None' = None, stopping: 'StopRequest | None' = None, **options: "

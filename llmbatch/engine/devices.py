@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import Final
 
 import torch
@@ -36,6 +37,18 @@ def find_platform(device: str, ranks: int = 1, kv: KVPlace = "device") -> Platfo
     if kv == "host":
         found = _attending_on_host(found)
     return found if ranks == 1 else first_rank(found, ranks)
+
+
+def gpus_alike(device: str) -> list[str]:
+    """Name the GPUs that may share a model with that of `device`: itself, and those behind it while they are alike.
+
+    There are none where the model would run on a processor. Raises ModelError if the device cannot be used.
+    """
+    found = _find_whole(device).device
+    if found.type != "cuda":
+        return []
+    names = [torch.cuda.get_device_name(index) for index in range(found.index or 0, torch.cuda.device_count())]
+    return list(takewhile(names[0].__eq__, names))
 
 
 def check_kernels(platform: Platform, config: EngineConfig) -> None:

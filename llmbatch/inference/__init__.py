@@ -8,6 +8,7 @@ __all__ = [
     "error_policy",
     "keywords",
     "options",
+    "planners",
     "progress",
     "report",
     "table_worker",

@@ -39,11 +39,10 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, f
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
-from llmbatch.simulation.search import MOST_SIMULATED, SearchedSplit, search
+from llmbatch.simulation.search import MOST_SIMULATED, SearchedSplit, search_requests
 from llmbatch.simulation.splits import Offered, splits_of
 
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %
-_ON_DEVICES = 2048  # rows in flight of a copy, as jobs on a GPU have by default
 _RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read
 
 
@@ -163,18 +162,8 @@ def forecast_rows(
     # By default in 16 bits, as devices have it, whatever it is here.
     auto = worker.options.dtype == "auto"
     shape = ModelShape.from_config(worker.model.config, 2) if auto else worker.cost.shape
-    return replace(found, splits=_search(shard.requests, offered, shape, worker.scheduling, times))
-
-
-def _search(
-    requests: RequestBatch, offered: Offered, shape: ModelShape, scheduling: Scheduling, times: float
-) -> tuple[SearchedSplit, ...]:
-    """Search for the best split of devices for requests, whose lengths are drawn from what is believed."""
     splits = splits_of(offered.devices, shape, offered.host)
-    workload = Workload.of(requests)
-    rng, everything = np.random.default_rng(scheduling.seed), np.arange(len(requests), dtype=np.int32)
-    drawn = np.minimum(workload.length_model().draw(everything, rng), requests.max_tokens).astype(np.int32)
-    return search(workload, drawn, splits, replace(scheduling, max_running=_ON_DEVICES), times=times)
+    return replace(found, splits=search_requests(shard.requests, splits, worker.scheduling, times=times))
 
 
 def forecast(

@@ -24,6 +24,7 @@ from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.begun_tokens import BegunTokens
 from llmbatch.jobs.command import Command
+from llmbatch.jobs.device_plan import on_planned_devices
 from llmbatch.jobs.fingerprint import fingerprint
 from llmbatch.jobs.job_windows import JobWindows
 from llmbatch.jobs.options import JobArgs, JobOptions, RunArgs
@@ -69,7 +70,8 @@ def run(
 
     Rows appear in the input's order once all are answered; with `preserve_order=False` parts appear as they are full,
     in the order in which rows finish. `max_error_rate` (0 to 1) ends the job when a larger share of its rows has
-    failed. `window_rows` are planned together (by memory if not given). `compression` is Parquet's.
+    failed. `window_rows` are planned together (by memory if not given). `compression` is Parquet's. With `plan="auto"`
+    a search decides how many of this process's GPUs share the model, and where KV lies (docs/gpu.md).
 
     `progress` shows how the job advances (a `Progress`; by default a bar in a notebook, nothing elsewhere). `stopping`
     lets another thread end it: after `stop = StopRequest(grace=20)` and `stop.ask()`, rows in flight have 20 seconds to
@@ -113,6 +115,8 @@ def run_by(
     )
     kept = None if asked.starts_over else kept_dtype(target)
     chosen = built if kept is None or built.dtype != "auto" or built.beside else replace(built, dtype=cast(DType, kept))
+    if asked.plan == "auto":
+        chosen = on_planned_devices(chosen, source)
     worker = open_worker(chosen, shown)
     worker.check(source.schema)
     target.check(worker.answer_schema(source.schema).of_table(source.schema))

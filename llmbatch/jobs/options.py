@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
 from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
-from llmbatch.choices import CHANGED_ROWS, OUTPUT_FORMATS, ChangedRows, Compression, Keyword, OutputFormat
+from llmbatch.choices import (
+    CHANGED_ROWS,
+    OUTPUT_FORMATS,
+    PLANS,
+    ChangedRows,
+    Compression,
+    Keyword,
+    OutputFormat,
+    PlanName,
+)
 from llmbatch.inference.keywords import OptionArgs
 
 
@@ -26,6 +35,7 @@ class JobOptions:
     window_rows: int | None = None
     output_format: OutputFormat = "auto"
     compression: Compression = "zstd"
+    plan: PlanName = "given"
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -41,6 +51,7 @@ class JobOptions:
             set_(self, "window_rows", whole("window_rows", self.window_rows, 1))
         one_of("changed_rows", self.changed_rows, CHANGED_ROWS)
         one_of("output_format", self.output_format, OUTPUT_FORMATS)
+        one_of("plan", self.plan, PLANS)
 
     @property
     def starts_over(self) -> bool:
@@ -104,6 +115,14 @@ class JobArgs(TypedDict, total=False):
         ),
     ]
     compression: Annotated[Compression, Keyword("the compression of Parquet output", JobOptions.compression)]
+    plan: Annotated[
+        PlanName,
+        Keyword(
+            "which of the GPUs that are here share the model, and where KV lies: as other options say, or by a search "
+            "with a sample of the rows",
+            JobOptions.plan,
+        ),
+    ]
 
 
 class SearchArgs(TypedDict, total=False):

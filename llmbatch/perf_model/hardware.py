@@ -153,18 +153,29 @@ GPUS: Mapping[str, Hardware] = _table(
 _PCI_EXPRESS: Final = 32e9  # bytes/s each way, of the slowest that is common
 
 
+def recognise(name: str) -> Hardware | None:
+    """Find the GPU that a driver calls by this name: of the longest name in `GPUS` whose words it has. None: unknown.
+
+    >>> [recognise(f"NVIDIA {name}").name for name in ("H100 80GB HBM3", "A100-SXM4-80GB", "GeForce RTX 4090")]
+    ['h100', 'a100-80gb', 'rtx-4090']
+    """
+    words = set(name.lower().replace(" ", "-").split("-"))
+    fitting = [known for known in GPUS if set(known.split("-")) <= words]
+    if not fitting:
+        return None
+    found = GPUS[max(fitting, key=len)]
+    has_other_links = "pcie" in words and "pcie" not in found.name
+    return replace(found, link=_PCI_EXPRESS) if has_other_links else found
+
+
 def link_of(name: str) -> float:
-    """Return the bytes/s from a card to others, each way, by the longest name in `GPUS` that its own contains.
+    """Return the bytes/s from a card to others, each way, by the name that its driver has for it.
 
     >>> [link_of(f"nvidia-{name}") / 1e9 for name in ("a100-sxm4-80gb", "a100-pcie-80gb", "l40s")]
     [300.0, 32.0, 32.0]
     """
-    words = set(name.lower().split("-"))
-    fitting = [known for known in GPUS if set(known.split("-")) <= words]
-    if "pcie" in words:  # which has other links than the board of that name
-        fitting = [known for known in fitting if "pcie" in known]
-    found = GPUS[max(fitting, key=len)].link if fitting else None
-    return _PCI_EXPRESS if found is None else found
+    found = recognise(name)
+    return _PCI_EXPRESS if found is None or found.link is None else found.link
 
 
 def find_hardware(name: str, *, option: str = "hardware") -> Hardware:

@@ -4,4 +4,4 @@ Must not import torch, nor anything that answers tables.
 Start reading at `simulator`.
 """
 
-__all__ = ["experiment", "options", "search", "splits"]
+__all__ = ["experiment", "job_split", "options", "search", "splits"]

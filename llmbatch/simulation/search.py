@@ -27,10 +27,12 @@ from llmbatch.figures import seconds_in_words
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.planning.workload import Fit, Scheduling, Workload, split_for, work_of
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.simulation.replicas import simulate_workload
 from llmbatch.simulation.splits import Split
 
 MOST_SIMULATED: Final = 20_000  # rows; simulating more takes longer than a forecast may
+_ON_DEVICES: Final = 2048  # rows in flight of a copy, as jobs on a GPU have by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,16 @@ def search(
             rest.append(_told(bound, None))
     simulated.sort(key=lambda one: one[0])
     return (*(split for _, split in simulated), *rest)
+
+
+def search_requests(
+    requests: RequestBatch, splits: Sequence[Split], scheduling: Scheduling, *, times: float
+) -> tuple[SearchedSplit, ...]:
+    """Search for the best split for requests (`search`), whose lengths are drawn from what is believed."""
+    workload = Workload.of(requests)
+    rng, everything = np.random.default_rng(scheduling.seed), np.arange(len(requests), dtype=np.int32)
+    drawn = np.minimum(workload.length_model().draw(everything, rng), requests.max_tokens).astype(np.int32)
+    return search(workload, drawn, splits, replace(scheduling, max_running=_ON_DEVICES), times=times)
 
 
 def _holds(split: Split, workload: Workload, output: NDArray[np.int32]) -> bool:

@@ -37,6 +37,8 @@ class Offer:
     hardware: Hardware
     count: int
     price: float | None = None  # of one, an hour
+    groups: tuple[int, ...] | None = None  # how many may share a copy; None: any power of two
+    most_copies: int | None = None  # that a job runs; None: as many as there is room for
 
     @classmethod
     def all_of(cls, devices: Mapping[str, int], price: Mapping[str, float] | None = None) -> tuple[Offer, ...]:
@@ -75,6 +77,15 @@ class Offer:
         found = {name: find_hardware(text("devices", name), option="devices") for name in devices}
         return tuple(cls(hardware, devices[name], price.get(name.lower())) for name, hardware in found.items())
 
+    def sharing(self) -> tuple[int, ...]:
+        """List how many devices may share a copy."""
+        return self.groups or tuple(1 << power for power in range(self.count.bit_length()))
+
+    def copies(self, devices: int) -> int:
+        """Count the copies on so many devices each."""
+        room = self.count // devices
+        return room if self.most_copies is None else min(room, self.most_copies)
+
 
 @dataclass(frozen=True, slots=True)
 class Offered:
@@ -105,7 +116,7 @@ class Split:
     @property
     def data_parallel(self) -> int:
         """How many copies there are."""
-        return self.offer.count // self.tensor_parallel
+        return self.offer.copies(self.tensor_parallel)
 
     def dollars(self, seconds: float) -> float | None:
         """Return what the devices cost for so long; None where no price is known."""
@@ -146,7 +157,7 @@ def splits_of(offers: Sequence[Offer], shape: ModelShape, host: Hardware | None 
     better_host = "" if host is None else ", or a host with more memory"
     for offer in offers:
         alone = CostModel(shape, offer.hardware, overlap=SEQUENTIAL, cascade=True)
-        for devices in (1 << power for power in range(offer.count.bit_length())):
+        for devices in offer.sharing():
             try:
                 cost = on_joined(alone, devices)
             except ParameterError as error:  # nobody knows what they say to each other
@@ -172,7 +183,8 @@ def _from_the_host(offer: Offer, alone: CostModel, host: Hardware | None) -> lis
         return []
     blocks, hardware = blocks_of(alone.shape, is_host=False), alone.hardware
     whole = replace(alone, shape=replace(alone.shape, expert_bytes=0.0))  # layers come with all of their experts
-    memory = math.inf if host is None else host.memory / offer.count
+    copies = offer.copies(1)
+    memory = math.inf if host is None else host.memory / copies
     kv_memory = hardware.memory - RESERVED - blocks.around - BUFFERS * blocks.size
     try:
         cost = with_host_weights(whole, Host(memory=memory, bandwidth=link, link=link), kv="device").cost
@@ -181,7 +193,7 @@ def _from_the_host(offer: Offer, alone: CostModel, host: Hardware | None) -> lis
         return []
     if host is None:
         return found
-    shared = replace(host, bandwidth=host.bandwidth / offer.count, compute=host.compute / offer.count, memory=memory)
+    shared = replace(host, bandwidth=host.bandwidth / copies, compute=host.compute / copies, memory=memory)
     try:
         attends = with_host_kv(cost, shared)
         pool = pool_of(attends, POOL_SHARE * (memory - alone.shape.weight_bytes))

@@ -138,6 +138,11 @@ def _some(actors: int) -> int:
     return actors
 
 
+def resources_of_nodes() -> list[Mapping[str, float]]:
+    """Return what each node of the cluster has, by the names of Ray's resources."""
+    return [node["Resources"] for node in _RAY.nodes() if node["Alive"]]
+
+
 def resources_of(node_id: str) -> Mapping[str, float]:
     """Return what a node of the cluster has, by the names of Ray's resources."""
     return next((node["Resources"] for node in _RAY.nodes() if node["NodeID"] == node_id), {})
@@ -184,7 +189,7 @@ def actor_pool(
         if not quiet:
             sys.stderr.write(f"map_dataset: {placed.in_words}, since concurrency is left out\n")
         return ActorPool(placed.actors, placed.actors, placed.num_cpus, placed.num_gpus)
-    fewest, most = _actors(concurrency)
+    fewest, most = actor_range(concurrency)
     if num_cpus is None and not num_gpus and options.tensor_parallel > 1:
         num_cpus = float(options.tensor_parallel)  # each rank has a core
     _warn_of_too_few_cpus(fewest, 1.0 if num_cpus is None else num_cpus)
@@ -193,7 +198,8 @@ def actor_pool(
     return ActorPool(fewest, most, num_cpus, num_gpus)
 
 
-def _actors(concurrency: Any) -> tuple[int, int]:
+def actor_range(concurrency: Any) -> tuple[int, int]:
+    """Return the fewest and the most actors that a user asks for. Raises ParameterError."""
     pair = tuple(concurrency) if isinstance(concurrency, (tuple, list)) else (concurrency, concurrency)
     if len(pair) != 2 or not all(type(number) is int for number in pair) or not 1 <= pair[0] <= pair[1]:
         raise ParameterError(
@@ -205,7 +211,7 @@ def _actors(concurrency: Any) -> tuple[int, int]:
 
 def _placed(options: Options, num_cpus: float | None, num_gpus: float | None) -> Placement:
     """Place actors in the cluster as it is now. Raises ParameterError."""
-    there = [node["Resources"] for node in _RAY.nodes() if node["Alive"]]
+    there = resources_of_nodes()
     computes = options.engine == "torch"
     placement = place_actors(
         [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in there],

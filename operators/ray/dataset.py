@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 import weakref
 from dataclasses import replace
@@ -27,16 +28,18 @@ import ray.data
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from llmbatch.arguments import finite, flag, whole
-from llmbatch.choices import DType, KVDType
+from llmbatch.arguments import finite, flag, one_of, refusal, whole
+from llmbatch.choices import PLANS, DType, PlanName
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
+from llmbatch.inference.planners import check_undecided, outliner_options, planner_options
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import SharedEngine
 from llmbatch.operators.ray.cluster import actor_pool, check_resources, memory_of_actor, resources_of
+from llmbatch.operators.ray.device_plan import on_planned_devices
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
@@ -65,6 +68,7 @@ def map_dataset(
     memory: float | None = None,
     resources: dict[str, float] | None = None,
     rows_per_shard: int = ROWS_PER_SHARD,
+    plan: PlanName = "given",
     quiet: bool = False,
 ) -> ray.data.Dataset:
     """Answer every row of a Ray dataset, on several actors; rows keep their columns and get those of the answers.
@@ -75,8 +79,9 @@ def map_dataset(
     are what each reserves on its node.
     The dataset's prompts are read at once, and the whole of it when the returned dataset is executed. Its rows come in
     no particular order, each of them once. A shard has about `rows_per_shard` rows at most: what Ray Data's checkpoints
-    take at once. Progress is written by an actor beside the driver, whose output Ray shows there, unless `quiet`.
-    Raises `InputError`.
+    take at once. With `plan="auto"` a search decides how many of the cluster's GPUs share a copy, and says so on
+    standard error (docs/gpu.md). Progress is written by an actor beside the driver, whose output Ray shows there. Both
+    are silent with `quiet`. Raises `InputError`.
 
         answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
         ds = map_dataset(ds, answer)
@@ -87,21 +92,15 @@ def map_dataset(
             f"ds must be a Ray dataset, got {_kind(ds)}: "
             "ray.data.from_arrow(table) or ray.data.read_parquet(path) makes one, and the operator comes after it"
         )
-    options = getattr(op, "options", None)
-    if not isinstance(options, Options):
-        raise ParameterError(f"map_dataset takes LLMOperator(...), got {_kind(op)}")
-    if options.beside:
-        raise ParameterError(
-            f"beside must be left out of an operator for map_dataset, whose actors have engines, got {options.beside}: "
-            "ds.map_batches(op, concurrency=1) asks an endpoint",
-            option="beside",
-            value=options.beside,
-        )
+    options = _options_of(op)
     rows_per_shard, quiet = whole("rows_per_shard", rows_per_shard, 1), flag("quiet", quiet)
     for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus), ("memory", memory)):
         if value is not None and finite(name, value) < 0:
             raise ParameterError(f"{name} must be at least 0, got {value}")
     check_resources(resources)
+    one_of("plan", plan, PLANS)
+    if plan == "auto":
+        options = _planned(ds, options, concurrency, num_gpus, quiet=quiet)
     pool = actor_pool(options, concurrency, num_cpus=num_cpus, num_gpus=num_gpus, quiet=quiet)
     given = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "memory": memory, "resources": resources}
     worker = _planner(options)
@@ -156,6 +155,21 @@ def _kind(value: object) -> str:
     return repr(value) if isinstance(value, type) else type(value).__name__
 
 
+def _options_of(op: object) -> Options:
+    """Return the options of an operator whose actors have engines. Raises ParameterError."""
+    options = getattr(op, "options", None)
+    if not isinstance(options, Options):
+        raise ParameterError(f"map_dataset takes LLMOperator(...), got {_kind(op)}")
+    if options.beside:
+        raise ParameterError(
+            f"beside must be left out of an operator for map_dataset, whose actors have engines, got {options.beside}: "
+            "ds.map_batches(op, concurrency=1) asks an endpoint",
+            option="beside",
+            value=options.beside,
+        )
+    return options
+
+
 def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:
     """Return the dataset's schema. Raises DataError where its rows cannot be answered."""
     schema = ds.schema()
@@ -170,6 +184,19 @@ def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:
     return known
 
 
+def _planned(ds: ray.data.Dataset, options: Options, concurrency: Any, num_gpus: Any, *, quiet: bool) -> Options:
+    """Return the options with the best split of the cluster's GPUs, and say which one it is. Raises InputError."""
+    if num_gpus is not None:
+        raise refusal("num_gpus", "be left out where plan is auto, which decides it", num_gpus)
+    check_undecided(options)
+    outliner = _worker(outliner_options(options))
+    _checked(ds, outliner)
+    planned, note = on_planned_devices(ds, options, outliner, concurrency)
+    if not quiet:
+        sys.stderr.write(f"map_dataset: {note}\n")
+    return planned
+
+
 def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
     """Compute the outlines of all rows, read now."""
     columns = columns_read(options)
@@ -181,37 +208,18 @@ def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
 
 
 def _outline(table: pa.Table, *, options: Options) -> pa.Table:
-    return outline(_worker(_outlining(options)).shard(table), _prompt_hashes(table, options))
+    return outline(_worker(outliner_options(options)).shard(table), _prompt_hashes(table, options))
 
 
 def _planner(options: Options) -> Worker:
     """Return the worker that plans in this process."""
-    return _worker(_planning(options))
+    return _worker(planner_options(options))
 
 
 def _worker(options: Options) -> Worker:
     worker = worker_of(options).worker
     assert isinstance(worker, Worker), "options of an endpoint are refused"
     return worker
-
-
-def _outlining(options: Options) -> Options:
-    """Return the same options for processes that read prompts alone: for most models these import no torch."""
-    return replace(_on_a_processor(options), engine="simulated", dtype="bfloat16", kv_cache_dtype="auto")
-
-
-def _planning(options: Options) -> Options:
-    """Return the same options for processes that compute nothing, and may have no GPU or should leave it to others."""
-    if options.device == "cpu":
-        return options
-    dtype: DType = "bfloat16" if options.dtype in ("float16", "fp8") else options.dtype
-    kv: KVDType = "auto" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
-    return replace(_on_a_processor(options), dtype=dtype, kv_cache_dtype=kv)
-
-
-def _on_a_processor(options: Options) -> Options:
-    """Return the same options without what only a GPU, or an engine that computes, can be asked."""
-    return replace(options, device="cpu", kv="device", weights="auto", weights_memory=None, tensor_parallel=1)
 
 
 def _prompt_hashes(table: pa.Table, options: Options) -> NDArray[np.uint64]:

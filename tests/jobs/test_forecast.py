@@ -165,7 +165,7 @@ def test_figures_of_rows_with_several_requests_or_none(model: str, tmp_path: Pat
 
 def test_where_no_row_can_be_run_nothing_is_said_of_time(model: str, tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a" * 100] * 3}), tmp_path / "in.parquet")
-    found = llmbatch.explain(str(tmp_path / "in.parquet"), model=model, prompt="text", kv_memory=3_000)
+    found = llmbatch.explain(str(tmp_path / "in.parquet"), model=model, prompt="text", dtype="float32", kv_memory=6_000)
     assert found.errors == 3
     assert found.to_text().splitlines()[:2] == [
         "rows             3 (3 errors, 0 duplicates)", "time             none, since no row can be run",

@@ -24,8 +24,9 @@ pytest.importorskip("ray.data")
 
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
 from llmbatch.inference.answers.schema import AnswerSchema  # noqa: E402
-from llmbatch.operators.ray import map_dataset  # noqa: E402
-from llmbatch.operators.ray.dataset import _planner  # noqa: E402
+from llmbatch.inference.planners import outliner_options  # noqa: E402
+from llmbatch.operators.ray import device_plan, map_dataset  # noqa: E402
+from llmbatch.operators.ray.dataset import _planner, _worker  # noqa: E402
 from llmbatch.operators.ray.sharding import Shards  # noqa: E402
 from tests.support.models import chat_model_folder  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
@@ -286,3 +287,40 @@ def test_the_example_curates_documents(tmp_path: Path) -> None:
     tables = map(pq.read_table, (tmp_path / "kept").glob("*.parquet"))
     kept = [text for table in tables for text in table["text"].to_pylist()]
     assert sorted(kept) == sorted(text for text, answer in zip(texts, answers) if answer == "yes")
+
+
+def test_a_plan_of_a_cluster_without_gpus_is_copies_on_processors(
+    model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    op = operator(model, max_tokens=4)
+    found = answered(map_dataset(ray.data.from_arrow(rows_of(20)), op, plan="auto", concurrency=1, num_cpus=0.5))
+    assert found.num_rows == 20
+    said = "map_dataset: the plan is copies on processors, since there is no GPU to plan for\n"
+    assert said in capfd.readouterr().err
+
+
+def test_the_plan_of_a_cluster_with_gpus_is_searched_with_the_first_rows(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"CPU": 96.0, "GPU": 8.0, "accelerator_type:H100": 1.0}] * 2
+    monkeypatch.setattr(device_plan, "resources_of_nodes", lambda: nodes)
+    op, ds = operator(model, max_tokens=4), ray.data.from_arrow(rows_of(20))
+    options = op.options
+    taken, note = device_plan.on_planned_devices(ds, options, _worker(outliner_options(options)), concurrency=3)
+    assert taken == options
+    assert note.startswith("the plan is 3 x 1 h100: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "said"),
+    [
+        ({"plan": "best"}, {}, "plan must be one of given, auto, got 'best'"),
+        ({"num_gpus": 1}, {}, "num_gpus must be left out where plan is auto, which decides it, got 1"),
+        ({}, {"tensor_parallel": 2}, "tensor_parallel must be left out where plan is auto, which decides it, got 2"),
+    ],
+)
+def test_what_a_plan_decides_is_left_out(model: str, given: dict[str, Any], asked: dict[str, Any], said: str) -> None:
+    op = operator(model, **asked)
+    with pytest.raises(ParameterError) as raised:
+        map_dataset(ray.data.from_arrow(rows_of(2)), op, **{"plan": "auto", **given})
+    assert str(raised.value) == said

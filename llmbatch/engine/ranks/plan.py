@@ -106,17 +106,21 @@ class SplitPlan:
 
 def check_heads(folder: str, config: PretrainedConfig, ranks: int) -> None:
     """Check by a config that heads and inner widths are whole multiples of the ranks. Raises ParameterError."""
-    counts = dict.fromkeys(count for layer in configs_of_layers(config) for count in _counts(layer))
-    known = [count for _, count in counts]
-    for what, count in counts:
-        if count % ranks:
-            fitting = [n for n in range(1, min(known) + 1) if all(one % n == 0 for one in known)]
-            raise ParameterError(
-                f"tensor_parallel must divide the {count} {what} of model {folder!r}, got {ranks}: take "
-                f"{' or '.join(map(str, fitting))} (--tensor-parallel)",
-                option="tensor_parallel",
-                value=ranks,
-            )
+    for layer in configs_of_layers(config):
+        for what, count in _counts(layer):
+            if count % ranks:
+                raise ParameterError(
+                    f"tensor_parallel must divide the {count} {what} of model {folder!r}, got {ranks}: take "
+                    f"{' or '.join(map(str, fitting_ranks(config)))} (--tensor-parallel)",
+                    option="tensor_parallel",
+                    value=ranks,
+                )
+
+
+def fitting_ranks(config: object) -> list[int]:
+    """List the numbers of ranks that heads and inner widths are whole multiples of."""
+    known = [count for layer in configs_of_layers(config) for _, count in _counts(layer)]
+    return [n for n in range(1, min(known) + 1) if all(count % n == 0 for count in known)]
 
 
 def _counts(layer: object) -> Iterator[tuple[str, int]]:
