@@ -10,6 +10,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.jobs.forecast import spread_rows
 from llmbatch.perf_model.hardware import Hardware, measure_cpu, recognise
+from llmbatch.perf_model.shares import fitting_ranks
 from llmbatch.simulation.job_split import MOST_PLANNED, take_best_split
 from llmbatch.simulation.splits import Offer
 from llmbatch.system.memory import available_memory
@@ -33,16 +34,12 @@ def on_planned_devices(options: Options, source: Dataset) -> Options:
     requests = worker.shard(table).requests
     if not len(requests):
         return _noted(options, "there is nothing to plan for, since no row that was read can be answered")
-    from llmbatch.engine.ranks.plan import fitting_ranks
-
     sharing = tuple(ranks for ranks in fitting_ranks(worker.model.config) if ranks <= len(names))
     offer = Offer(_gpu(names[0], options), len(names), groups=sharing, most_copies=1)
     times = rows / table.num_rows
     cpu = measure_cpu()
     host = Hardware(name="host", memory=available_memory(), bandwidth=cpu.bytes_per_second, compute=cpu.flops)
-    return _noted(
-        *take_best_split(options, worker.model.config, requests, offer, worker.scheduling, host=host, times=times)
-    )
+    return _noted(*take_best_split(options, worker.model, requests, offer, worker.scheduling, host=host, times=times))
 
 
 def _gpu(name: str, options: Options) -> Hardware:

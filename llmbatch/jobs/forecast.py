@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.engine.model.outline import shape_on_gpus
 from llmbatch.errors import ParameterError
 from llmbatch.figures import Figures, seconds_in_words
 from llmbatch.inference.options import Options
@@ -30,7 +31,7 @@ from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.shape import ModelShape
+from llmbatch.perf_model.shares import fitting_ranks
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.plan_workload import plan_workload
@@ -159,10 +160,10 @@ def forecast_rows(
     found = forecast(worker.options, shard, worker.pool, worker.cost, worker.scheduling, worker.notes)
     if offered is None:
         return found
-    # By default in 16 bits, as devices have it, whatever it is here.
-    auto = worker.options.dtype == "auto"
-    shape = ModelShape.from_config(worker.model.config, 2) if auto else worker.cost.shape
-    splits = splits_of(offered.devices, shape, offered.host)
+    options = worker.options
+    shape = shape_on_gpus(worker.model, options.dtype, options.kv_cache_dtype)
+    ranks = fitting_ranks(worker.model.config)
+    splits = splits_of([offer.fitting(ranks) for offer in offered.devices], shape, offered.host)
     return replace(found, splits=search_requests(shard.requests, splits, worker.scheduling, times=times))
 
 

@@ -4,4 +4,4 @@ Must not import torch, nor anything that plans.
 Start reading at `cost`.
 """
 
-__all__ = ["collectives", "cost", "fit", "hardware", "residency", "shape", "step_bound", "work"]
+__all__ = ["collectives", "cost", "fit", "hardware", "residency", "shape", "shares", "step_bound", "work"]

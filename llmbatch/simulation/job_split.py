@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from llmbatch.engine.config import EngineConfig
-from llmbatch.engine.model.outline import LAYER_BYTES, layer_type_of
+from llmbatch.engine.model.outline import Described, shape_on_gpus
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.hardware import Hardware
-from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Scheduling
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.simulation.search import search_requests
@@ -27,7 +26,7 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 def take_best_split(
     config: Config,
-    model: Any,
+    model: Described,
     requests: RequestBatch,
     offer: Offer,
     scheduling: Scheduling,
@@ -37,12 +36,10 @@ def take_best_split(
 ) -> tuple[Config, str]:
     """Return the config with the best split of the devices of an offer, and a sentence that says which one it is.
 
-    `model` is the model's own config. The job has `times` as many rows as there are requests. Without a `host`, keys
+    The job has `times` as many rows as there are requests. Without a `host`, keys
     and values stay on the devices. Raises ParameterError where no split holds the model and its longest row.
     """
-    layer_type = layer_type_of(config.dtype)
-    layer_bytes = None if layer_type is None else LAYER_BYTES[layer_type]
-    shape = ModelShape.from_config(model, 4 if config.dtype == "float32" else 2, layer_bytes)
+    shape = shape_on_gpus(model, config.dtype, config.kv_cache_dtype)
     allowed = tuple(devices for devices in offer.sharing() if _allows(config, tensor_parallel=devices))
     attends = config.host_may_attend and _allows(config, kv="host")
     splits = splits_of([replace(offer, groups=allowed)], shape, host if attends else None)

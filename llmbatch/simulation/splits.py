@@ -9,7 +9,7 @@ keys and values may lie there, too, and it attends.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -80,6 +80,10 @@ class Offer:
     def sharing(self) -> tuple[int, ...]:
         """List how many devices may share a copy."""
         return self.groups or tuple(1 << power for power in range(self.count.bit_length()))
+
+    def fitting(self, ranks: Collection[int]) -> Offer:
+        """Return the offer to a model that only so many devices may share."""
+        return replace(self, groups=tuple(devices for devices in self.sharing() if devices in ranks))
 
     def copies(self, devices: int) -> int:
         """Count the copies on so many devices each."""

@@ -140,7 +140,7 @@ def _some(actors: int) -> int:
 
 def resources_of_nodes() -> list[Mapping[str, float]]:
     """Return what each node of the cluster has, by the names of Ray's resources."""
-    return [node["Resources"] for node in _RAY.nodes() if node["Alive"]]
+    return [node["Resources"] for node in _RAY.nodes() if node.get("Alive", True)]
 
 
 def resources_of(node_id: str) -> Mapping[str, float]:
@@ -190,6 +190,7 @@ def actor_pool(
             sys.stderr.write(f"map_dataset: {placed.in_words}, since concurrency is left out\n")
         return ActorPool(placed.actors, placed.actors, placed.num_cpus, placed.num_gpus)
     fewest, most = actor_range(concurrency)
+    num_gpus = _gpus_of_actor(options) if num_gpus is None else num_gpus
     if num_cpus is None and not num_gpus and options.tensor_parallel > 1:
         num_cpus = float(options.tensor_parallel)  # each rank has a core
     _warn_of_too_few_cpus(fewest, 1.0 if num_cpus is None else num_cpus)
@@ -207,6 +208,24 @@ def actor_range(concurrency: Any) -> tuple[int, int]:
             f"got {concurrency!r}"
         )
     return pair
+
+
+def _gpus_of_actor(options: Options) -> float | None:
+    """Return how many GPUs an actor reserves where the user does not say: one for each rank, if there are any.
+
+    Without one Ray would hide them all, and the model would run on a processor. Raises ParameterError.
+    """
+    largest = max((node.get("GPU", 0.0) for node in resources_of_nodes()), default=0.0)
+    if options.engine != "torch" or options.device == "cpu" or largest < 1:
+        return None
+    if options.tensor_parallel > largest:
+        raise ParameterError(
+            f"tensor_parallel must be at most {largest:g}, the GPUs of the cluster's largest node, got "
+            f"{options.tensor_parallel}: lower it, or say num_gpus if larger nodes will come",
+            option="tensor_parallel",
+            value=options.tensor_parallel,
+        )
+    return float(options.tensor_parallel)
 
 
 def _placed(options: Options, num_cpus: float | None, num_gpus: float | None) -> Placement:

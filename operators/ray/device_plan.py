@@ -17,6 +17,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.cluster import actor_range, resources_of_nodes
 from llmbatch.perf_model.hardware import GPUS
+from llmbatch.perf_model.shares import fitting_ranks
 from llmbatch.simulation.job_split import MOST_PLANNED, take_best_split
 from llmbatch.simulation.splits import Offer
 
@@ -34,8 +35,6 @@ def on_planned_devices(
     nodes = [] if options.device == "cpu" else resources_of_nodes()
     if not any(node.get("GPU", 0.0) >= 1 for node in nodes):
         return options, "the plan is copies on processors, since there is no GPU to plan for"
-    from llmbatch.engine.ranks.plan import fitting_ranks
-
     offer = gpus_of(nodes, fitting_ranks(worker.model.config))
     if concurrency is not None:
         offer = replace(offer, most_copies=actor_range(concurrency)[1])
@@ -46,8 +45,7 @@ def on_planned_devices(
     if requests is None or not len(requests):
         return options, "there is nothing to plan for, since no row of the first can be answered"
     times = ds.count() / sum(table.num_rows for table in tables)
-    config = worker.model.config
-    return take_best_split(options, config, requests, offer, worker.scheduling, host=None, times=times)
+    return take_best_split(options, worker.model, requests, offer, worker.scheduling, host=None, times=times)
 
 
 def gpus_of(nodes: Sequence[Mapping[str, float]], sharing: Sequence[int]) -> Offer:

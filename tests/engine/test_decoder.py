@@ -13,13 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llmbatch.engine.cpu import linear, platform
+from llmbatch.engine.cpu import linear
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.decoder import Decoder
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.model.config import DType
+from llmbatch.engine.model import number_type
+from llmbatch.engine.model.config import DType, describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.model.outline import shape_of
+from llmbatch.kernels.cpu.tiles import vector_ir
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from tests.support.logits import logits
 from tests.support.models import FAMILIES, tiny_model_folder
@@ -131,12 +134,29 @@ def test_joined_layers_may_be_int4(tmp_path: Path, family: str) -> None:
     assert (got - expected).norm() < 0.1 * expected.norm()
 
 
-def test_a_processor_without_int8_says_what_it_takes_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "HAS_INT8", False)
+@pytest.mark.parametrize("taken", ["bfloat16", "float32"])
+def test_a_processor_without_int8_says_what_it_takes_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: DType
+) -> None:
+    monkeypatch.setattr(vector_ir, "HAS_INT8", False)
+    monkeypatch.setattr(number_type, "fastest_type", lambda: taken)
     folder = tiny_model_folder(tmp_path, "llama")
+    described = describe_model(folder, dtype="int8")
+    assert described.layer_type is None
+    assert shape_of(described).weight_bytes == shape_of(describe_model(folder, dtype=taken)).weight_bytes
     loaded = load_model(folder, dtype="int8", platform=HOST)
-    assert loaded.notes == ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
-    assert torch.equal(logits(loaded), logits(load_model(folder, dtype="bfloat16", platform=HOST)))
+    assert loaded.notes == (f"this processor cannot multiply int8 (it has no avx512_vnni): {taken} is taken instead",)
+    assert torch.equal(logits(loaded), logits(load_model(folder, dtype=taken, platform=HOST)))
+
+
+def test_a_processor_without_bfloat16_says_so_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vector_ir, "HAS_BFLOAT16", False)
+    folder = tiny_model_folder(tmp_path, "llama")
+    said = ("this processor cannot multiply bfloat16 (it has no avx512_bf16): float32 may be faster",)
+    assert describe_model(folder, dtype="bfloat16").notes == said
+    assert describe_model(folder, dtype="float32").notes == ()
 
 
 def test_the_number_of_workers_changes_no_bit(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_pages_take_the_bytes_that_are_said(tmp_path: Path, family: str, kv: KVD
         assert shape_of(known) == shape_of(described)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3", "gpt_oss", "qwen3"])
+def test_a_plan_counts_what_pages_hold(tmp_path: Path, family: str) -> None:
+    described = describe_model(tiny_model_folder(tmp_path, family), dtype="float32")
+    assert shape_of(described).kv_bytes_per_token == described.bytes_per_token
+
+
 def test_a_plan_counts_smaller_keys_and_values(model: str) -> None:
     whole, half = (shape_of(describe_model(model, dtype="float32", kv_cache_dtype=kv)) for kv in ("auto", "bfloat16"))
     assert half.kv_bytes_per_token == whole.kv_bytes_per_token / 2

@@ -188,6 +188,12 @@ def test_the_best_split_of_devices_is_told_first(asked: tuple[str, dict[str, Any
     assert f"{'runner-up':<16} {second.in_words}" in lines
 
 
+def test_no_more_devices_share_a_model_than_its_heads_allow(asked: tuple[str, dict[str, Any]]) -> None:
+    path, options = asked
+    found = llmbatch.explain(path, **options, search=True, devices={"h100": 8})
+    assert {split.tensor_parallel for split in found.splits} == {1, 2}  # there are two KV heads
+
+
 def test_a_model_has_sixteen_bits_on_devices_unless_another_type_is_asked_for(
     asked: tuple[str, dict[str, Any]],
 ) -> None:

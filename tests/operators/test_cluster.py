@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 pytest.importorskip("ray")
 
 from llmbatch.errors import ParameterError
-from llmbatch.operators.ray.cluster import NodeResources, Placement, check_resources, memory_of_actor, place_actors
+from llmbatch.inference.options import Options
+from llmbatch.operators.ray import cluster
+from llmbatch.operators.ray.cluster import (
+    ActorPool,
+    NodeResources,
+    Placement,
+    actor_pool,
+    check_resources,
+    memory_of_actor,
+    place_actors,
+)
 
 CPUS = st.one_of(st.integers(1, 64), st.sampled_from([0, 0.5, 1.5, 2.25, 7.75]))
 NODES = st.lists(st.builds(NodeResources, CPUS, st.integers(0, 8)), min_size=1, max_size=12).filter(
@@ -179,3 +189,47 @@ def test_what_runs_is_said() -> None:
     assert Placement(1, 0.0, 1.0).in_words == "1 actor of 1 GPU"
     assert Placement(1_000, 4.0, 0.5).in_words == "1,000 actors of 0.5 GPUs and 4 CPUs"
     assert Placement(3, 0.0, None).in_words == "3 actors"
+
+
+class Cluster:
+    """A cluster of nodes, as Ray tells of them."""
+
+    def __init__(self, *nodes: dict[str, float]) -> None:
+        self._nodes = nodes
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": node} for node in self._nodes]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {kind: sum(node.get(kind, 0.0) for node in self._nodes) for kind in ("CPU", "GPU")}
+
+
+def pool(monkeypatch: pytest.MonkeyPatch, num_gpus: float | None = None, **options: Any) -> ActorPool:
+    """The pool of two actors in a cluster of one node with eight GPUs and one without."""
+    monkeypatch.setattr(cluster, "_RAY", Cluster({"CPU": 96.0, "GPU": 8.0}, {"CPU": 16.0}))
+    built = Options.build(model="m", prompt="text", **options)
+    return actor_pool(built, 2, num_cpus=None, num_gpus=num_gpus, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus"),
+    [({}, 1.0), ({"tensor_parallel": 4}, 4.0), ({"engine": "simulated"}, None), ({"num_gpus": 0.5}, 0.5)],
+)
+def test_actors_whose_number_is_given_have_gpus_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], gpus: float | None
+) -> None:
+    assert pool(monkeypatch, **given) == ActorPool(2, 2, None, gpus)
+
+
+def test_actors_on_processors_leave_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="each actor computes on one of the cluster's 112 CPUs"):
+        assert pool(monkeypatch, device="cpu").num_gpus is None
+
+
+def test_more_ranks_than_a_node_has_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ParameterError) as caught:
+        pool(monkeypatch, tensor_parallel=16)
+    assert str(caught.value) == (
+        "tensor_parallel must be at most 8, the GPUs of the cluster's largest node, got 16: lower it, or say num_gpus "
+        "if larger nodes will come"
+    )

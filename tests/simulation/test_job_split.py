@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llmbatch.engine.config import EngineConfig
+from llmbatch.engine.model.outline import KVType, NamedType, Outline, shape_on_gpus
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.hardware import GPUS, Hardware
 from llmbatch.planning.workload import Scheduling
@@ -27,14 +28,16 @@ FIELDS = (
     "num_key_value_heads",
     "vocab_size",
 )
-LLAMAS = {  # parameters in 16 bits: 16 GB, and 141
-    "8b": SimpleNamespace(
-        **dict(zip(FIELDS, (4096, 14336, 32, 32, 8, 128256), strict=True)), head_dim=128, tie_word_embeddings=False
-    ),
-    "70b": SimpleNamespace(
-        **dict(zip(FIELDS, (8192, 28672, 64, 80, 8, 128256), strict=True)), head_dim=128, tie_word_embeddings=False
-    ),
-}
+
+
+def llama(*shape: int) -> Outline:
+    """A Llama in bfloat16 with the sizes of `FIELDS`, and heads of 128."""
+    config = SimpleNamespace(**dict(zip(FIELDS, shape, strict=True)), head_dim=128, tie_word_embeddings=False)
+    kv_bytes = 2 * 2 * 128 * config.num_key_value_heads * config.num_hidden_layers
+    return Outline(config, NamedType("bfloat16", 2), 8192, kv_bytes, KVType("bfloat16", 2))
+
+
+LLAMAS = {"8b": llama(4096, 14336, 32, 32, 8, 128256), "70b": llama(8192, 28672, 64, 80, 8, 128256)}  # 16 and 141 GB
 
 
 def requests_of(rows: int = 30, *, tokens: int = 100, most: int = 60) -> RequestBatch:
@@ -51,7 +54,7 @@ def planned(
     gpu: str,
     count: int,
     *,
-    llama: str = "8b",
+    size: str = "8b",
     groups: tuple[int, ...] | None = None,
     copies: int | None = 1,
     host: Hardware | None = HOST,
@@ -60,7 +63,7 @@ def planned(
 ) -> tuple[EngineConfig, str]:
     offer = Offer(GPUS[gpu], count, groups=groups, most_copies=copies)
     given = EngineConfig(**options)
-    return take_best_split(given, LLAMAS[llama], requests_of(), offer, SCHEDULING, host=host, times=times)
+    return take_best_split(given, LLAMAS[size], requests_of(), offer, SCHEDULING, host=host, times=times)
 
 
 def test_a_job_of_one_copy_shares_the_model_between_gpus_that_are_wired_to_each_other() -> None:
@@ -88,7 +91,7 @@ def test_no_more_gpus_share_a_copy_than_heads_allow() -> None:
 
 
 def test_a_model_that_fits_no_gpu_is_shared() -> None:
-    config, _ = planned("a100-80gb", 2, llama="70b", times=1000.0)
+    config, _ = planned("a100-80gb", 2, size="70b", times=1000.0)
     assert config.tensor_parallel == 2
 
 
@@ -98,7 +101,7 @@ def test_what_allows_no_ranks_leaves_a_copy_on_one_gpu(given: dict[str, str]) ->
 
 
 def test_keys_and_values_lie_in_the_hosts_memory_where_weights_do_and_a_host_is_described() -> None:
-    given = {"llama": "70b", "times": 1000.0}
+    given = {"size": "70b", "times": 1000.0}
     config, note = planned("l40s", 1, **given)  # type: ignore[arg-type]
     assert config == EngineConfig(kv="host")
     assert "1 l40s with weights, keys and values in the host's memory" in note
@@ -108,5 +111,10 @@ def test_keys_and_values_lie_in_the_hosts_memory_where_weights_do_and_a_host_is_
 
 def test_types_of_weights_count() -> None:
     with pytest.raises(ParameterError, match="devices must hold the model"):
-        planned("h100", 2, llama="70b", groups=(2,), dtype="float32")
-    assert planned("h100", 2, llama="70b", groups=(2,))[0].tensor_parallel == 2
+        planned("h100", 2, size="70b", groups=(2,), dtype="float32")
+    assert planned("h100", 2, size="70b", groups=(2,))[0].tensor_parallel == 2
+
+
+def test_pages_of_one_byte_hold_twice_the_tokens() -> None:
+    two, one = (shape_on_gpus(LLAMAS["8b"], "auto", kv).kv_bytes_per_token for kv in ("auto", "fp8"))
+    assert (two, one) == (131_072, 65_536)

@@ -14,18 +14,10 @@ from llmbatch.engine.cpu.mixture.packing import pack_experts
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, HOST_RUNNING
 from llmbatch.engine.model.platform import Packed, Platform, Streaming
 from llmbatch.errors import ModelError
-from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import AttentionSpec
 
 OPS: Final = CpuOps()
 BY_MODULE: Final = "layers run module by module, which takes longer: they have no form that one loop can run"
-
-
-def bits_here(layer_bits: int | None) -> tuple[int | None, tuple[str, ...]]:
-    """Return the bits of layers that this processor multiplies, and a note where these are not those asked for."""
-    if layer_bits == 8 and not HAS_INT8:
-        return None, ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
-    return layer_bits, ()
 
 
 def _pack(
@@ -36,13 +28,13 @@ def _pack(
     layer_bits: int | None,
     streaming: Streaming | None,
 ) -> Packed:
-    layer_bits, notes = bits_here(layer_bits)
+    notes: tuple[str, ...] = ()
     streamed = pack_experts(model, dtype, streaming)
     decoder = join_layers(
         model, specs, dtype, OPS, layer_bits=layer_bits, streaming=None if streamed is not None else streaming
     )
     if decoder is None:
-        notes = (*notes, BY_MODULE)
+        notes = (BY_MODULE,)
         if streaming is not None and not streaming.files.has_experts:
             raise ModelError(
                 "the weights must all stay in memory, since the model's layers have no form that one loop can run: "

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from llmbatch.choices import DType as DType
 from llmbatch.choices import KVDType, KVPlace, LayerType, LoadFormat
 from llmbatch.engine.model.attention_interface import NAME, register, survey
+from llmbatch.engine.model.number_type import fastest_type, type_here
 from llmbatch.engine.model.outline import (
     LAYER_BITS,
     KVType,
@@ -65,6 +66,7 @@ class ModelConfig:
     window_bytes: int  # of these, in layers with a window, as far as they are known before the weights
     attention: dict[int, AttentionSpec] | None  # by layer, sinks without memory; None: known by its weights only
     quantisation: Quantisation | None  # of weights in their files
+    notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     @property
     def chunk(self) -> int:
@@ -119,6 +121,7 @@ def describe_model(
         without_quantisation(whole)
     remote = trust_remote_code and bool(getattr(whole, "auto_map", None))  # a class from there is not known before
     built_by = AutoModelForCausalLM if remote else find_class(folder, whole)
+    dtype, notes = type_here(dtype) if device.type == "cpu" else (dtype, ())
     element = _element(folder, dtype, device)
     pages = _PROCESSOR if kv == "host" else device
     kv_type = _kv_type(folder, kv_cache_dtype, element, pages)
@@ -147,6 +150,7 @@ def describe_model(
         window_bytes=in_windows,
         attention=specs,
         quantisation=quantisation,
+        notes=notes,
     )
 
 
@@ -250,8 +254,6 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
                 "take one of them as --dtype",
             )
         return torch.float16
-    from llmbatch.engine.model.number_type import fastest_type
-
     found: torch.dtype = getattr(torch, fastest_type())
     return found
 

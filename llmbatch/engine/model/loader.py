@@ -112,7 +112,7 @@ def _loaded(
     """Load a described model, alone in this process."""
     folder = described.folder
     files = () if platform.share is None else files_as_they_are(folder)
-    notes = _room(described) if load_format != "dummy" else ()
+    notes = (*described.notes, *(_room(described) if load_format != "dummy" else ()))
     streaming = hosted = None
     if weights_memory is not None and platform.is_host:
         streaming = _open_streaming(described, load_format, weights_memory)

@@ -20,6 +20,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.choices import DType
 from llmbatch.engine.model.outline import BFLOAT16_GAIN, GAIN_VERSIONS, LEAST_GAIN
 from llmbatch.system.measurements import remembered
 
@@ -35,6 +36,18 @@ def fastest_type() -> Literal["bfloat16", "float32"]:
     """Return the type to compute in on this processor, measured once."""
     gain = remembered(BFLOAT16_GAIN, bfloat16_gain, *GAIN_VERSIONS)
     return "bfloat16" if gain > LEAST_GAIN else "float32"
+
+
+def type_here(dtype: DType) -> tuple[DType, tuple[str, ...]]:
+    """Return the type that a processor takes where `dtype` is asked for, and notes where it lacks what that needs."""
+    from llmbatch.kernels.cpu.tiles.vector_ir import HAS_BFLOAT16, HAS_INT8
+
+    if dtype == "int8" and not HAS_INT8:
+        taken = fastest_type()
+        return taken, (f"this processor cannot multiply int8 (it has no avx512_vnni): {taken} is taken instead",)
+    if dtype == "bfloat16" and not HAS_BFLOAT16:
+        return dtype, ("this processor cannot multiply bfloat16 (it has no avx512_bf16): float32 may be faster",)
+    return dtype, ()
 
 
 def bfloat16_gain() -> float:

@@ -153,6 +153,8 @@ def outline(
     plain = all(isinstance(value, int) and value > 0 for value in given)
     if not plain or getattr(config, "model_type", None) not in _FAMILIES or hasattr(config, "quantization_config"):
         return None
+    if dtype == "int8" and not _multiplies_int8():
+        dtype = "auto"  # which is taken in its place (`number_type.type_here`)
     element = _element(dtype)
     if element is None or kv_cache_dtype == "fp8":
         return None
@@ -240,19 +242,32 @@ def simulated_cost(model: Described) -> CostModel:
 
 
 def shape_of(model: Described) -> ModelShape:
-    """Return its shape, with weights of its type, and those of layers and KV of theirs."""
+    """Return its shape, with weights of its type, those of layers of theirs, and keys and values as pages hold them.
+
+    Pages hold what heads attend to, also where a model could keep less (latent attention).
+    """
     layer_bytes = None if model.layer_type is None else LAYER_BYTES[model.layer_type]
     shape = ModelShape.from_config(model.config, model.dtype.itemsize, layer_bytes)
-    if model.kv_type.itemsize == model.dtype.itemsize:
-        return shape
-    width = _head_width(model.config)
-    share = model.kv_type.bytes_of(width) / (width * model.dtype.itemsize)
-    return replace(shape, kv_bytes_per_token=share * shape.kv_bytes_per_token)
+    return replace(shape, kv_bytes_per_token=float(model.bytes_per_token))
+
+
+def shape_on_gpus(model: Described, dtype: DType, kv_cache_dtype: KVDType) -> ModelShape:
+    """Return the shape that it would have on GPUs, where weights have 16 bits unless another type is asked for."""
+    size, layer_type = (4 if dtype == "float32" else 2), layer_type_of(dtype)
+    shape = ModelShape.from_config(model.config, size, None if layer_type is None else LAYER_BYTES[layer_type])
+    kv_size = size if kv_cache_dtype == "auto" else _KV_TYPES[kv_cache_dtype].itemsize
+    return replace(shape, kv_bytes_per_token=model.bytes_per_token * kv_size / model.kv_type.itemsize)
 
 
 def layer_type_of(dtype: DType) -> LayerType | None:
     """Return the type of the layers' weights, if it is another one than that of the rest."""
     return dtype if dtype == "int8" or dtype == "int4" or dtype == "fp8" else None
+
+
+def _multiplies_int8() -> bool:
+    from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
+
+    return HAS_INT8
 
 
 def _element(dtype: DType) -> NamedType | None:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from llmbatch.arguments import refusal
 from llmbatch.engine.model.refusals import ANOTHER_ENGINE, unsupported
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.perf_model.shape import configs_of_layers, read_field
+from llmbatch.perf_model.shares import fitting_ranks, shared_counts
 
 _LINEAR: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
@@ -106,31 +106,14 @@ class SplitPlan:
 
 def check_heads(folder: str, config: PretrainedConfig, ranks: int) -> None:
     """Check by a config that heads and inner widths are whole multiples of the ranks. Raises ParameterError."""
-    for layer in configs_of_layers(config):
-        for what, count in _counts(layer):
-            if count % ranks:
-                raise ParameterError(
-                    f"tensor_parallel must divide the {count} {what} of model {folder!r}, got {ranks}: take "
-                    f"{' or '.join(map(str, fitting_ranks(config)))} (--tensor-parallel)",
-                    option="tensor_parallel",
-                    value=ranks,
-                )
-
-
-def fitting_ranks(config: object) -> list[int]:
-    """List the numbers of ranks that heads and inner widths are whole multiples of."""
-    known = [count for layer in configs_of_layers(config) for _, count in _counts(layer)]
-    return [n for n in range(1, min(known) + 1) if all(count % n == 0 for count in known)]
-
-
-def _counts(layer: object) -> Iterator[tuple[str, int]]:
-    """List what of a layer is split evenly."""
-    heads = read_field(layer, "num_attention_heads", "n_head")
-    yield "query heads", heads
-    yield "KV heads", read_field(layer, "num_key_value_heads") or heads
-    for what, name in (("elements of an MLP", "intermediate_size"), ("elements of an expert", "moe_intermediate_size")):
-        if count := read_field(layer, name):
-            yield what, count
+    for what, count in shared_counts(config):
+        if count % ranks:
+            raise ParameterError(
+                f"tensor_parallel must divide the {count} {what} of model {folder!r}, got {ranks}: take "
+                f"{' or '.join(map(str, fitting_ranks(config)))} (--tensor-parallel)",
+                option="tensor_parallel",
+                value=ranks,
+            )
 
 
 def check_cores(ranks: int, cores: int) -> None:

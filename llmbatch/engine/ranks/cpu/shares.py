@@ -11,7 +11,7 @@ from torch import nn
 
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
-from llmbatch.engine.cpu.platform import BY_MODULE, OPS, bits_here
+from llmbatch.engine.cpu.platform import BY_MODULE, OPS
 from llmbatch.engine.model.platform import Packed, Streaming
 from llmbatch.engine.ranks.collectives import HeadShare
 from llmbatch.engine.ranks.cpu.collectives import HostCollectives
@@ -59,11 +59,10 @@ class HostShare(Share):
     ) -> Packed:
         """Pack the layers of a fused model (`llmbatch.engine.model.platform.Packer`), and put shares together."""
         assert streaming is None, "a share stays in memory"
-        layer_bits, notes = bits_here(layer_bits)
         joined = join_layers(model, specs, dtype, OPS, layer_bits=layer_bits, sums=self.collectives)
         pack_linears(model, dtype, layer_bits=layer_bits)
         self.put_together(model, HostHead, sums=joined is None)
-        return Packed((*notes, BY_MODULE) if joined is None else notes)
+        return Packed((BY_MODULE,) if joined is None else ())
 
 
 def head_of(model: nn.Module) -> HostHead:
