@@ -74,7 +74,13 @@ SMALL = Size(60.0, 240.0, 360.0, True)
 
 def run(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Run a setting: its figures, and those of online requests that arrived while the job ran."""
-    return figures_of(setting, OnlineExperiment(**setting).run())
+    return figures_of(setting, experiment_of(setting).run())
+
+
+def experiment_of(setting: Mapping[str, Any]) -> OnlineExperiment:
+    """Read a setting; `slack` has all rows of a job at once."""
+    left_out = ("outstanding",) if setting["policy"] == "slack" else ()
+    return OnlineExperiment(**{name: value for name, value in setting.items() if name not in left_out})
 
 
 def figures_of(setting: Mapping[str, Any], done: OnlineRun) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def run_bros(setting: Mapping[str, Any]) -> dict[str, Any]:
 
     Its rows share nothing, so the pool bounds what a step reads. Without a job there are no such rows.
     """
-    experiment, seconds = OnlineExperiment(**setting), setting["duration"]
+    experiment, seconds = experiment_of(setting), setting["duration"]
     bound = bound_of(experiment, experiment.guests, experiment.job, experiment.cost)
     most = replace(bound, pool=float(experiment.pool.tokens)).share(seconds) * len(experiment.job)
     done = experiment.run()
@@ -147,7 +153,7 @@ def bros(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]
     runs, short = rows.of(run_bros, settings), []
     for found in runs:
         if found["setting"]["policy"] == "fcfs":
-            answers = OnlineExperiment(**found["setting"]).guests.output
+            answers = experiment_of(found["setting"]).guests.output
             most = steps_of_latency(WANTED * found["figures"]["online"]["normalised_latency"], answers)
             short.append({**found["setting"], "policy": "slack", "tpot": most})
     return runs + rows.of(run_bros, alone) + rows.of(run_bros, short)

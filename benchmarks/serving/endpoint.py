@@ -2,14 +2,14 @@
 
     python benchmarks/serving/endpoint.py [--rate .25] [--tpot .3] [--ttft .5] [--copies 3] [--json FILE]
 
-Guests are prompts of the demo dataset, each with a number of its own before it, so that none finds another's pages. 64
-tokens are asked for, and they arrive as a Poisson process. The job is the demo dataset, some times over with a number
-before each prompt. Measured one after the other: the job alone (`llmbatch run`), guests alone, both (`llmbatch run
---beside`), the job at the endpoint without guests, and guests alone and both at an endpoint whose steps have no bound:
-there a step of the job is held between two layers for a guest's prompt, and the first token of a guest should come at
-most two layers later than alone (`--ttft .5`: .12 s of steps of 2,048 tokens). Each job runs in a process of its own,
-so client, endpoint and job share the cores. Times are those that the guests' client sees: to the first piece of text,
-and between pieces. The clients' seed is fixed.
+Guests are prompts of the demo dataset, each with a number of its own before it, and whether a job runs, so that none
+finds another's pages. 64 tokens are asked for, and they arrive as a Poisson process. The job is the demo dataset, some
+times over with a number before each prompt. Measured one after the other: the job alone (`llmbatch run`), guests alone,
+both (`llmbatch run --beside`), the job at the endpoint without guests, and guests alone and both at an endpoint whose
+steps have no bound: there a step of the job is held between two layers for a guest's prompt, and the first token of a
+guest should come at most two layers later than alone (`--ttft .5`: .12 s of steps of 2,048 tokens).
+Each job runs in a process of its own, so client, endpoint and job share the cores. Times are those that the guests'
+client sees: to the first piece of text, and between pieces. The clients' seed is fixed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def guest(client: httpx.AsyncClient, prompt: str, model: str) -> Waited:
     return times[0] - begun, np.diff(times).tolist()
 
 
-async def guests(url: str, rate: float, until: asyncio.Event, prompts: list[str], name: str = "Guest") -> list[Waited]:
+async def guests(url: str, rate: float, until: asyncio.Event, prompts: list[str], name: str) -> list[Waited]:
     """Let guests arrive until the event is set, and wait for all of them; prompts begin with the name and a number."""
     rng = np.random.default_rng(SEED)
     tasks: list[asyncio.Task[Waited]] = []
@@ -133,7 +133,7 @@ async def job(model: str, source: Path, url: str | None) -> Figures:
 async def both(model: str, source: Path, url: str, rate: float, prompts: list[str]) -> Figures:
     """Run the job while guests arrive."""
     over = asyncio.Event()
-    arriving = asyncio.create_task(guests(url, rate, over, prompts))
+    arriving = asyncio.create_task(guests(url, rate, over, prompts, "Guest beside a job"))
     figures = await job(model, source, url)
     over.set()
     return {**figures, **summary(await arriving)}
@@ -143,7 +143,7 @@ async def alone(url: str, rate: float, seconds: float, prompts: list[str]) -> Fi
     """Let guests arrive for some time."""
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, over.set)
-    return summary(await guests(url, rate, over, prompts))
+    return summary(await guests(url, rate, over, prompts, "Guest alone"))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Figures]:

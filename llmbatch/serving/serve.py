@@ -21,6 +21,7 @@ from llmbatch.system.cache import cache_folder
 
 _LIBRARIES: Final = ("starlette", "uvicorn", "prometheus_client", "python_multipart")
 _BACKLOG: Final = 2048  # connections that wait to be accepted
+_USUAL: Final = 512  # tokens of a prompt
 
 
 def serve(
@@ -54,7 +55,7 @@ def serve(
         worker = Worker.open(built, progress)
         worker.load()
         _check_seconds(serving, worker)
-        for note in worker.notes:
+        for note in (*worker.notes, *_late_prompts(serving, worker)):
             progress.say(note)
         run_server(serving, rest, worker, state.path, keys, listener, progress, stopping)
 
@@ -111,3 +112,12 @@ def _check_seconds(serving: ServingOptions, worker: Worker) -> None:
                 f"{name} must be at least {least:.2g} s, which a step of one token takes on this device, got {given:g}",
                 option=name, value=given,
             )  # fmt: skip  # as few lines as may be
+
+
+def _late_prompts(serving: ServingOptions, worker: Worker) -> tuple[str, ...]:
+    """Say if a prompt of usual length takes longer than `ttft` with nothing beside it."""
+    tokens = min(_USUAL, worker.model.context_length)
+    seconds = worker.cost.step_time(tokens, tokens * (tokens + 1) / 2, float(tokens), 1)
+    if seconds <= serving.ttft:
+        return ()
+    return (f"a prompt of {tokens:,} tokens takes {seconds:.2g} s on this device, more than ttft={serving.ttft:g}",)

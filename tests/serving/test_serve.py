@@ -23,9 +23,12 @@ from openai import OpenAI
 import llmbatch
 from llmbatch.cli.main import main
 from llmbatch.errors import ParameterError
+from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
+from llmbatch.inference.worker import Worker
 from llmbatch.runtime.cancellation import StopRequest
-from llmbatch.serving.options import split_options
+from llmbatch.serving.options import ServingOptions, split_options
+from llmbatch.serving.serve import _late_prompts
 from tests.support.batches import CHAT, COMPLETIONS, line, read, write
 
 ASKED: tuple[dict[str, Any], ...] = (
@@ -230,6 +233,17 @@ def test_times_that_the_device_cannot_keep_are_refused(chatting: str, tmp_path: 
     for name in ("ttft", "tpot"):
         with pytest.raises(ParameterError, match=rf"^{name} must be at least .* s, which a step of one token takes"):
             llmbatch.serve(model=chatting, port=0, state_dir=tmp_path, **{**MODEL, name: 1e-12})
+
+
+def test_prompts_that_take_longer_than_a_first_token_may_are_told_of(chatting: str) -> None:
+    worker = Worker.open(Options.of_batch(model=chatting, **MODEL))
+    tokens = worker.model.context_length  # less than what is usual
+    seconds = worker.cost.step_time(tokens, tokens * (tokens + 1) / 2, float(tokens), 1)
+    assert _late_prompts(ServingOptions(ttft=2 * seconds), worker) == ()
+    ttft = seconds / 2
+    assert _late_prompts(ServingOptions(ttft=ttft), worker) == (
+        f"a prompt of {tokens} tokens takes {seconds:.2g} s on this device, more than ttft={ttft:g}",
+    )
 
 
 @pytest.mark.parametrize(

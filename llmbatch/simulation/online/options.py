@@ -64,6 +64,9 @@ class OnlineOptions:
         set_(self, "seed", whole("seed", self.seed, 0))
         if self.pools is not None and (self.pools != POOLS or self.policy != "ooco"):
             raise refusal("pools", f"be {POOLS}, for policy ooco", self.pools)
+        for name in ("offline_rate", "outstanding") if self.policy == "slack" else ():
+            if getattr(self, name) is not None:
+                raise refusal(name, "be left out for policy slack, which has all rows at once", getattr(self, name))
         for name in ("mix", "model_shape", "hardware"):
             if getattr(self, name) is not None:
                 text(name, getattr(self, name))

@@ -123,6 +123,13 @@ def test_what_is_said_of_a_job_needs_one(trace: str, name: str, value: Any) -> N
     assert str(raised.value) == f"{name} must come with a job, which it is of (--offline), got {value!r}"
 
 
+@pytest.mark.parametrize(("name", "value"), [("offline_rate", 2.0), ("outstanding", 3)])
+def test_slack_has_all_rows_of_a_job_at_once(trace: str, name: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as raised:
+        simulate_online(trace, offline=[trace], policy="slack", **{name: value})
+    assert str(raised.value) == f"{name} must be left out for policy slack, which has all rows at once, got {value!r}"
+
+
 def test_what_can_never_fit_is_counted_and_left_out(trace: str) -> None:
     report = simulate_online(trace, kv_memory=500 * 131_072.0)
     assert report.refused > 0
