@@ -33,7 +33,7 @@ SHARE = 0.02  # of the tokens
 COMMAND = """
 import os, sys
 from llmbatch.engine.generation.buffers import TokenBuffers
-from llmbatch.cli.main import main
+from llmbatch.__main__ import command
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 append = TokenBuffers.append
@@ -44,7 +44,8 @@ def noted(self, step, *args):
     return result
 
 TokenBuffers.append = noted
-raise SystemExit(main(sys.argv[2:]))
+sys.argv[1:] = sys.argv[2:]
+command()
 """
 
 
