@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import functools
 import hashlib
-import io
-import os
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any, Final
+from typing import Final
 
 from llmbatch.engine.model.digests import digest, digests, state_of
 from llmbatch.errors import ModelError
@@ -28,11 +22,6 @@ _HUB_SECONDS: Final = 8.0
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 _MADE_OF: Final = ("config.json", "*.py", "*.index.json", *_WEIGHTS)
-# Types of tensors that the package gguf makes float; docs/models.md lists them.
-_GGUF_TYPES: Final = (
-    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
-)  # fmt: skip  # a table
 
 
 def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> str:
@@ -115,70 +104,15 @@ def _converted(file: Path, meanwhile: Callable[[], None]) -> Path:
     target = cache_folder() / "gguf" / f"{file.stem}-{_identity(file)}"
     if target.is_dir():
         return target
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"reading {file.name} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: "
-            f"pip install {' '.join(missing)}"
-        )
+    if find_spec("gguf") is None:
+        raise ModelError(f"reading {file.name} needs the package gguf: pip install gguf")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with start_beside("llmbatch.engine.model.checkpoints", str(file.resolve()), str(target), stdout=PIPE) as process:
+    with start_beside("llmbatch.engine.model.gguf_files", str(file), str(target), stdout=PIPE) as process:
         meanwhile()
         output = process.communicate()[0].decode(errors="replace").strip()
     if not target.is_dir():
-        raise ModelError(f"GGUF file {str(file)!r} cannot be read: {output or 'its conversion was ended'}")
+        raise ModelError(output or f"GGUF file {str(file)!r} cannot be read: its conversion was ended")
     return target
-
-
-def main(source: str, target: str) -> None:
-    """Convert a GGUF file, or print why not. One process converts at a time; the others wait, and find it done."""
-    file, folder = Path(source), Path(target)
-    lock = folder.with_name(f".{folder.name}.lock")
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as work:
-            try:
-                if not folder.is_dir():
-                    _convert(file, Path(work) / "model")
-                    os.rename(Path(work) / "model", folder)
-            except Exception as error:  # the readers of GGUF raise whatever a broken file leads them to
-                sys.stdout.write(str(error))
-            finally:
-                lock.unlink(missing_ok=True)
-
-
-def _convert(file: Path, target: Path) -> None:
-    """Write a GGUF file as a transformers folder, in bfloat16 if that loses nothing, else in float32.
-
-    Runs in a process of its own. transformers reads all metadata of the file for each of config, weights and tokenizer,
-    and makes the map of names again for each module, which takes ten of twelve seconds. Here each is made once.
-    """
-    import gguf
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        setattr(gguf, name, functools.cache(getattr(gguf, name)))
-    with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):  # one bar knows no switch
-        types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(str(file)).tensors}
-        if types - set(_GGUF_TYPES):
-            raise ModelError(
-                f"its tensors of type {', '.join(sorted(types - set(_GGUF_TYPES)))} are not supported: types are "
-                f"{', '.join(_GGUF_TYPES)}; take another file of the same model"
-            )
-        source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **source
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-        if all(torch.equal(weight.bfloat16().float(), weight) for weight in model.parameters()):
-            model = model.bfloat16()
-        model.config.quantization_config = None
-        del model.config.quantization_config
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-    assert has_weights(target)
-    assert (target / "config.json").is_file()
 
 
 def _fetched(model: str) -> str:

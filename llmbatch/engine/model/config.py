@@ -47,6 +47,7 @@ from llmbatch.kernels.spec import WIDEST, AttentionSpec
 # sees, and its own way to tie weights; two builds that overlap would leave both changed for good.
 BUILDING: Final = threading.Lock()
 _PROCESSOR: Final = torch.device("cpu")
+_TWO_TOKENS: Final = 2  # the context that a survey needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,15 @@ def describe_model(
         quantisation=quantisation,
         notes=notes,
     )
+
+
+def check_runs(name: str, whole: PretrainedConfig) -> None:
+    """Check a config, whatever the options of a job are. `name` is the model's in messages. Raises ModelError."""
+    register()
+    config = whole.get_text_config(decoder=True)
+    check_config(name, whole, config)
+    context: int = getattr(config, "max_position_embeddings", None) or _TWO_TOKENS
+    _outlined_attention(name, whole, find_class(name, whole), torch.float32, context, fp8=False)
 
 
 def bytes_per_token(specs: Iterable[AttentionSpec], kv: KVType, device: torch.device = _PROCESSOR) -> int:
