@@ -10,6 +10,7 @@ import torch
 # Activations of a gated MLP.
 SILU: Final = 0
 GELU_TANH: Final = 1
+CLAMPED: Final = 2  # SiLU of a steeper gate, times one more, both sides held to a limit: experts of gpt-oss
 
 WIDEST: Final = 256  # head that a device's kernels take
 

@@ -28,10 +28,10 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.groups import quantise_groups
 from llmbatch.kernels.cpu.numerics import magnitude, quantise_row, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller, words_at
-from llmbatch.kernels.cpu.tiles.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
+from llmbatch.kernels.cpu.tiles.dot_tiles import add_tile, clamped_tile, float_tile, gelu_tile, silu_tile, store_tile
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS, FEW_ROWS, ROWS
 from llmbatch.kernels.cpu.workers import share_of
-from llmbatch.kernels.spec import GELU_TANH, SILU
+from llmbatch.kernels.spec import CLAMPED, GELU_TANH, SILU
 
 _BLOCK: Final = 240  # rows that a worker takes from panel to panel
 _AHEAD: Final = 8192  # bytes of a panel that are prefetched before they are read, where it is read once
@@ -79,7 +79,18 @@ def _gelu(
     gelu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, row, ahead, ahead_stride)
 
 
-_ENDINGS: Final[dict[str | int, Any]] = {STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu}
+@compiled(nogil=True)
+def _clamped(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, row: int,
+    ahead: int, ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    clamped_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, row, ahead, ahead_stride)
+
+
+_OF_LAYERS: Final[dict[str | int, Any]] = {
+    STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu,
+}  # fmt: skip  # a table
+_ENDINGS: Final = {**_OF_LAYERS, CLAMPED: _clamped}
 
 
 def _tile_types(like: Any, *_: Any) -> tuple[Any, ...]:
@@ -100,8 +111,11 @@ def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
 
 
 def tile_codes(element: np.dtype[Any]) -> dict[str | int, int]:
-    """Return those of all endings, so that no later model has to compile one: each takes some tenths of a second."""
-    return {ending: tile_code(ending, element) for ending in _ENDINGS}
+    """Return those of all endings of dense layers, so that no later model has to compile one.
+
+    Each takes some tenths of a second.
+    """
+    return {ending: tile_code(ending, element) for ending in _OF_LAYERS}
 
 
 def rows_of_one_tile(element: np.dtype[Any]) -> int:

@@ -23,7 +23,7 @@ from llmbatch.kernels.cpu.products import (
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.cpu.tiles.group_tiles import GROUP
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
-from llmbatch.kernels.spec import GELU_TANH, SILU
+from llmbatch.kernels.spec import CLAMPED, GELU_TANH, SILU
 from tests.kernels.test_kernels import to_bfloat16, to_float64
 
 Array = NDArray[Any]
@@ -162,7 +162,7 @@ def test_a_product_is_added(dtype: type, rows: int, width: int, columns: int) ->
 
 @TYPES
 @SHAPES
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED])
 def test_a_product_is_gated(dtype: type, rows: int, width: int, columns: int, activation: int) -> None:
     given = make(dtype, rows, width, columns)
     half = COLUMNS // 2
@@ -172,6 +172,9 @@ def test_a_product_is_gated(dtype: type, rows: int, width: int, columns: int, ac
     gate, up = np.split(given.expected, 2, axis=1)
     if activation == SILU:
         check(dtype, out, gate / (1 + np.exp(-gate)) * up)
+    elif activation == CLAMPED:
+        held = np.minimum(gate, 7)
+        check(dtype, out, (np.clip(up, -7, 7) + 1) * held / (1 + np.exp(-1.702 * held)))
     else:
         check(dtype, out, torch.nn.functional.gelu(torch.from_numpy(gate), approximate="tanh").numpy() * up)
 

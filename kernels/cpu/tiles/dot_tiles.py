@@ -39,7 +39,7 @@ from llmbatch.kernels.cpu.tiles.endings import (
     Store,
 )
 from llmbatch.kernels.cpu.tiles.group_tiles import emit_group_rows
-from llmbatch.kernels.spec import GELU_TANH, SILU
+from llmbatch.kernels.spec import CLAMPED, GELU_TANH, SILU
 
 _UNIT: Final = ir.VectorType(v.INT32, UNIT)
 
@@ -218,3 +218,4 @@ float_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Store(v.F
 add_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Add())
 silu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.gated_of(element), SILU))
 gelu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.gated_of(element), GELU_TANH))
+clamped_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.gated_of(element), CLAMPED))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from llmbatch.kernels.cpu.tiles import vector_ir as v
-from llmbatch.kernels.spec import GELU_TANH
+from llmbatch.kernels.spec import CLAMPED, GELU_TANH
 
 ROWS: Final = 12 if v.LANES == 16 else 6  # of the largest tile
 FEW_ROWS: Final = 2 * ROWS // 3  # a tile of fewer rows waits for memory, whatever it does
@@ -17,6 +17,8 @@ COLUMNS: Final = 2 * v.LANES
 _LOG2E: Final = 1.4426950408889634
 _GELU_SCALE: Final = 1.5957691216057308  # 2 sqrt(2 / pi)
 _GELU_CUBIC: Final = 0.044715
+_CLAMPED_LIMIT: Final = 7.0
+_CLAMPED_SLOPE: Final = 1.702
 
 
 class Ending:
@@ -77,7 +79,10 @@ class Rescale(Ending):
 
 
 class Gate(Ending):
-    """c = activation(first register + column) * (second register + column), rounded to `element`: half the columns."""
+    """c = activation(first register + column) * (second register + column), rounded to `element`: half the columns.
+
+    `CLAMPED` is x * sigmoid(1.702 x) of a gate that is held to 7 from above, times 1 + the other side, held to 7.
+    """
 
     def __init__(self, element: str, activation: int) -> None:
         self.element = element
@@ -94,9 +99,19 @@ class Gate(Ending):
             square = builder.fmul(gate, gate)
             cubic = v.multiply_add(builder, square, v.floats(_GELU_CUBIC), v.floats(1.0))
             inner = builder.fmul(builder.fmul(gate, v.floats(_GELU_SCALE)), cubic)
+        if self.activation == CLAMPED:
+            gate = _held(builder, gate, ">", _CLAMPED_LIMIT)
+            up = _held(builder, _held(builder, up, ">", _CLAMPED_LIMIT), "<", -_CLAMPED_LIMIT)
+            up = builder.fadd(up, v.floats(1.0))
+            inner = builder.fmul(gate, v.floats(_CLAMPED_SLOPE))
         weight = v.exp2(builder, builder.fmul(inner, v.floats(-_LOG2E)))
         value = builder.fdiv(gate, builder.fadd(weight, v.floats(1.0)))
         v.store(builder, v.narrow(builder, builder.fmul(value, up), self.element), place)
+
+
+def _held(builder: Any, value: Any, sign: str, bound: float) -> Any:
+    """Return a vector with `bound` where it is beyond that; NaN stays NaN."""
+    return builder.select(builder.fcmp_ordered(sign, value, v.floats(bound)), v.floats(bound), value)
 
 
 class Arguments(NamedTuple):
