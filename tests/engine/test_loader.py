@@ -194,6 +194,7 @@ def test_mxfp4_weights_are_dequantised_and_the_user_is_told(tmp_path: Path, dtyp
         f"weights are MXFP4 in their files and {dtype} in memory, where they take about {times} times the room.",
         "layers run module by module, which takes longer: they have no form that one loop can run",
     )
+    loaded = load_model(folder, dtype=dtype, platform=replace(HOST, pack=None))
     read = load_file(f"{folder}/model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
     low, high = ((read[f"{name}_blocks"] >> shift & 15).long() for shift in (0, 4))

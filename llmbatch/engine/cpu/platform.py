@@ -28,14 +28,14 @@ def _pack(
     layer_bits: int | None,
     streaming: Streaming | None,
 ) -> Packed:
-    notes: tuple[str, ...] = ()
-    streamed = pack_experts(model, dtype, streaming)
+    experts = pack_experts(model, dtype, streaming, layer_bits=layer_bits)
+    streamed, notes = experts.streamed, experts.notes
     decoder = join_layers(
         model, specs, dtype, OPS, layer_bits=layer_bits, streaming=None if streamed is not None else streaming
     )
     if decoder is None:
-        notes = (BY_MODULE,)
-        if streaming is not None and not streaming.files.has_experts:
+        notes = (*notes, BY_MODULE)
+        if streaming is not None and not experts.layers:
             raise ModelError(
                 "the weights must all stay in memory, since the model's layers have no form that one loop can run: "
                 "take weights='resident' (--weights resident)"

@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,14 @@ _NUMBER: Final = re.compile(r"layers\.(\d+)\.")
 _PARTS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _ROLES: Final = {name: role for names in _PARTS for role, name in enumerate(names)}
 
-Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gate, up [inner, hidden], and down [hidden, inner]
+
+class Expert(NamedTuple):
+    """The matrices of an expert, and the bias of each, if it has such."""
+
+    gate: torch.Tensor  # [inner, hidden]
+    up: torch.Tensor  # likewise
+    down: torch.Tensor  # [hidden, inner]
+    biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
 
 
 def unreadable(folder: str, error: SafetensorError) -> ModelError:
@@ -69,7 +76,7 @@ class MappedWeights:
     def expert(self, layer: int, expert: int) -> Expert:
         """Return the matrices of an expert."""
         gate, up, down = (self._experts[layer][expert, role].to(self._dtype) for role in range(3))
-        return gate, up, down
+        return Expert(gate, up, down)
 
     def _open(self, file: Path) -> None:
         with safe_open(file, framework="pt") as opened:

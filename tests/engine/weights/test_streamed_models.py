@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.mixture.experts import Experts
 from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.config import DType
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.errors import ModelError
+from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
+from llmbatch.perf_model.residency import BUFFERS
 from tests.support.models import tiny_model, tiny_model_folder
 
 TOKENS = 12
@@ -45,7 +48,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_streamed_weights_give_the_logits_of_resident_ones(tmp_path: Path, family: str) -> None:
     folder = tiny_model_folder(tmp_path / "model", family)
     resident = load_model(folder, dtype="float32", platform=HOST)
@@ -54,6 +57,30 @@ def test_streamed_weights_give_the_logits_of_resident_ones(tmp_path: Path, famil
     assert streamed.streamed is not None
     assert torch.equal(logits(streamed), logits(resident))
     assert torch.allclose(logits(resident), truth(family), atol=1e-4)
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_streamed_integers_give_the_logits_of_resident_ones(tmp_path: Path, family: str, dtype: DType) -> None:
+    folder = tiny_model_folder(tmp_path / "model", family)
+    resident = load_model(folder, dtype=dtype, platform=HOST)
+    streamed = load_model(folder, dtype=dtype, weights_memory=1, platform=HOST)
+    assert streamed.streamed is not None
+    assert torch.equal(logits(streamed), logits(resident))
+
+
+def test_what_stays_beside_experts_is_counted_with_joined_projections(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    folder = tiny_model_folder(tmp_path / "model", "mixtral")
+    streamed = load_model(folder, dtype="float32", weights_memory=1, platform=HOST).streamed
+    assert streamed is not None
+    matrices = {name: weight for name, weight in model.named_parameters() if weight.ndim > 1}  # no norms: few bytes
+    experts = sum(weight.nbytes for name, weight in matrices.items() if ".experts." in name)
+    around = sum(weight.nbytes for weight in matrices.values()) - experts
+    assert streamed.streamed_bytes == experts
+    blocks = model.config.num_hidden_layers * model.config.num_local_experts
+    assert streamed.kept_bytes == around + BUFFERS * experts // blocks
 
 
 def test_shards_of_an_earlier_download_are_left_alone(tmp_path: Path) -> None:

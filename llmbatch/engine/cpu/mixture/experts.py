@@ -3,6 +3,10 @@
 Experts are packed as linear layers are. Those that memory does not hold are blocks of a file. A step says which of them
 its tokens were sent to, and these are read while others are computed. Where nearly all experts are needed anyway, the
 next layer's follow before its router has spoken.
+
+Of integers, rows are rounded before both products: those of a step once for all experts, and those between the two of
+an expert by themselves. Blocks hold what is read of a weight for each row of it. What is read once a column, its bias
+and its scale, stays in memory.
 """
 
 from __future__ import annotations
@@ -31,12 +35,13 @@ _NEARLY_ALL: Final = 0.9  # of the experts of a layer: of the next layer as many
 class PackedExpert:
     """The weights of an expert: of its gate and what that multiplies, and of its output."""
 
-    def __init__(self, matrices: Expert) -> None:
-        gate, up, down = matrices
+    def __init__(self, matrices: Expert, bits: int | None = None) -> None:
+        """Pack an expert; `bits` of its integers, 8 or 4; None: it stays float."""
+        gate, up, down, (gate_bias, up_bias, down_bias) = matrices
         order = gated_order(len(gate))
         self.products = (
-            PackedWeight([(gate, None), (up, None)], order),
-            PackedWeight([(down, None)], padded=len(order) // 2),
+            PackedWeight([(gate, gate_bias), (up, up_bias)], order, bits=bits),
+            PackedWeight([(down, down_bias)], padded=len(order) // 2, bits=bits),
         )
 
     @property
@@ -55,6 +60,17 @@ class ExpertPlace(NamedTuple):
 
     block: int
     starts: tuple[int, ...]  # of its products in the block
+
+
+class _Rows(NamedTuple):
+    """Rows as products take them."""
+
+    numbers: NDArray[Any]
+    scales: NDArray[np.float32]  # of rows of integers, else empty
+
+    def between(self, first: int, end: int) -> _Rows:
+        """Return the rows [first, end)."""
+        return _Rows(self.numbers[first:end], self.scales[first:end])
 
 
 class Experts(nn.Module):
@@ -86,7 +102,8 @@ class Experts(nn.Module):
         rows = _rows(hidden_states[torch.from_numpy(order // chosen)], self._experts[0].products[0])
         out = torch.empty(len(order), self._padded, dtype=self._dtype)
         for expert in touched:
-            self._run(expert, rows[bounds[expert] : bounds[expert + 1]], out[bounds[expert] : bounds[expert + 1]])
+            first, end = bounds[expert], bounds[expert + 1]
+            self._run(expert, rows.between(first, end), out[first:end])
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         each = out[torch.from_numpy(back), : self._columns].view(tokens, chosen, -1)
@@ -100,7 +117,7 @@ class Experts(nn.Module):
         if blocks:
             self.stream.expect(blocks, onward=len(touched) >= _NEARLY_ALL * len(self._experts))
 
-    def _run(self, expert: int, rows: NDArray[Any], out: torch.Tensor) -> None:
+    def _run(self, expert: int, rows: _Rows, out: torch.Tensor) -> None:
         """Compute the rows that were sent to an expert."""
         weights = self._experts[expert].products
         addresses = [weight.panels.ctypes.data for weight in weights]
@@ -109,25 +126,26 @@ class Experts(nn.Module):
             block, starts = self._places[expert]
             begun = self.stream.take(block).ctypes.data
             addresses = [begun + start for start in starts]
-        inner = torch.empty(len(rows), self._inner, dtype=self._inner_type)
+        inner = torch.empty(len(out), self._inner, dtype=self._inner_type)
         _multiply(self._codes[0], weights[0], addresses[0], rows, inner, COLUMNS // 2)
-        _multiply(self._codes[1], weights[1], addresses[1], as_array(inner), out, COLUMNS)
+        _multiply(self._codes[1], weights[1], addresses[1], _rows(inner, weights[1]), out, COLUMNS)
 
 
-def _rows(x: torch.Tensor, weight: PackedWeight) -> NDArray[Any]:
-    """Return rows as the products with a weight take them."""
+def _rows(x: torch.Tensor, weight: PackedWeight) -> _Rows:
+    """Return rows as the products with a weight take them; those of float32 are so, whatever it is."""
     rows = as_array(x.contiguous())
-    if weight.row_type not in CONVERTERS:
-        return rows
+    if x.dtype == torch.float32 or weight.row_type not in CONVERTERS:
+        return _Rows(rows, np.empty(0, np.float32))
     converted: NDArray[Any] = np.empty((len(x), weight.row_bytes // weight.row_type.itemsize), weight.row_type)
-    convert(rows, converted, np.empty(len(x), np.float32))
-    return converted
+    scales = np.empty(len(x), np.float32)
+    convert(rows, converted, scales)
+    return _Rows(converted, scales)
 
 
-def _multiply(code: int, weight: PackedWeight, panels: int, rows: NDArray[Any], out: torch.Tensor, step: int) -> None:
+def _multiply(code: int, weight: PackedWeight, panels: int, rows: _Rows, out: torch.Tensor, step: int) -> None:
     """Multiply rows by a weight whose panels are at an address; each gives `step` columns of `out`."""
     multiply(
-        code, rows.ctypes.data, rows.strides[0], 0, len(rows),
+        code, rows.numbers.ctypes.data, rows.numbers.strides[0], rows.scales.ctypes.data, len(rows.numbers),
         panels, len(weight.panels), weight.panels.shape[1],
         out.data_ptr(), out.stride(0) * out.element_size(), step * out.element_size(),
         weight.of_columns.ctypes.data, weight.of_columns[0].nbytes, rows_of_one_tile(weight.row_type),

@@ -61,6 +61,11 @@ class StackedLinear(nn.Module):
         """Map [..., in_features] to [..., out_features]."""
         return torch.cat([layer(x) for layer in self._layers], -1)
 
+    @property
+    def layers(self) -> tuple[nn.Linear, ...]:
+        """The layers, which are no children of this module."""
+        return self._layers
+
     def take_layers(self) -> tuple[nn.Linear, ...]:
         """Return the layers, and let go of them."""
         layers, self._layers = self._layers, ()
