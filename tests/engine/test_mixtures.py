@@ -111,17 +111,10 @@ def test_what_an_expert_makes_of_a_row_depends_on_no_other(bits: int | None) -> 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
 def test_packed_experts_of_integers_take_as_many_bytes_as_the_shape_says(name: Any, bits: int) -> None:
-    model = Mixture(HIDDEN)
     config = MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=32, num_local_experts=COUNT, num_hidden_layers=1, num_attention_heads=4
+        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=COUNT, num_hidden_layers=1, num_attention_heads=4
     )
-    module: Any = model.layers[0]
-    module.gate_up_proj = nn.Parameter(torch.randn(COUNT, 64, HIDDEN).bfloat16())
-    module.down_proj = nn.Parameter(torch.randn(COUNT, HIDDEN, 32).bfloat16())
-    found = pack_experts(model.requires_grad_(False), torch.bfloat16, None, layer_bits=bits)
-    assert (found.layers, found.notes) == (1, ())
-    experts: Any = model.layers[0]
-    size = sum(panels.nbytes for expert in experts._experts for panels in expert.panels)
+    size = sum(panels.nbytes for expert in draw(bits) for panels in PackedExpert(expert, bits).panels)
     assert size == ModelShape.from_config(config, 2, LAYER_BYTES[name]).expert_bytes
 
 
