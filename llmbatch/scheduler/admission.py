@@ -18,6 +18,10 @@ whatever is predicted. Until then only the compute end's rows enter, a tenth of 
 may run long, and compute would idle; after `preempted_waits_alone` steps nobody. Hence the bound: while one waits,
 others enter in at most (k + 1) such stretches of steps, where k waited already when it began to, and the one that is
 due enters at the latest when all that run have ended.
+
+Guests that are due at no time (`llmbatch.scheduler.beside.guests`) enter in the order of their arrival, where they fit
+as a row of the job would, and before all rows but those that are due. While the first of them does not fit, no row of
+the job enters: what is given back is for it.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from llmbatch.scheduler.admission_order import (
     take,
     take_aside,
 )
+from llmbatch.scheduler.beside.guests import take_waiting
 from llmbatch.scheduler.chunks import give_chunk, last_of_chunks, note_found
 from llmbatch.scheduler.forks import claim, fork
 from llmbatch.scheduler.room import fits, foresee, has_room, margin_of
@@ -82,6 +87,10 @@ def admit(state: SchedulerState, now: float) -> bool:
             return True
         if counts.free == 0:
             return False
+        if state.guests.counts[0].flex > 0 and due == _NOBODY_DUE:
+            if not _begin_flex(state, limits.pool - margin, now):
+                return True
+            continue
         if tried < passed.size[0]:
             request = passed.requests[tried]
             size = prompts[request] + queue.lengths[request]
@@ -203,6 +212,24 @@ def _begin(state: SchedulerState, request: int, end: int, aside: bool, now: floa
     slot = take_slot(state.run, request, prompt, end, aside, prompt + length / 2, length)
     state.run.slots[slot].admitted_step = int(now)
     claim(state, request)
+    return _enter(state, slot, now)
+
+
+@compiled
+def _begin_flex(state: SchedulerState, pool: float, now: float) -> bool:
+    """Admit the first of the guests that are due at no time, if it fits; there must be a slot and such a guest.
+
+    False when it got no chunk.
+    """
+    guests = state.guests
+    place = guests.counts[0].waiting
+    request, expected = guests.requests[place], guests.expected[place]
+    if not fits(state, request, state.prompts[request], expected, pool, now):
+        return False
+    take_waiting(guests, place)
+    slot = take_slot(state.run, request, state.prompts[request], COMPUTE_END, False, 0.0, expected)
+    state.run.slots[slot].admitted_step = int(now)
+    state.run.slots[slot].of_job = False
     return _enter(state, slot, now)
 
 

@@ -88,7 +88,10 @@ def unblock(state: SchedulerState, now: float) -> None:
 
 @compiled
 def preempt(state: SchedulerState, slot: int, now: float) -> None:
-    """Take a running sequence's pages; it waits, with what it has generated."""
+    """Take a running sequence's pages; it waits, with what it has generated.
+
+    A guest that is due at no time waits before rows of the job; others wait in the order of preemption.
+    """
     run = state.run
     counts, record = run.counts[0], run.slots[slot]
     stop_running(run, slot)
@@ -97,7 +100,11 @@ def preempt(state: SchedulerState, slot: int, now: float) -> None:
     record.computed = 0
     record.preemptions += 1
     record.preempted_step = int(now)
-    run.preempted[counts.preempted] = slot
+    at = counts.preempted
+    while at > 0 and not (record.of_job or record.guest) and run.slots[run.preempted[at - 1]].of_job:
+        run.preempted[at] = run.preempted[at - 1]
+        at -= 1
+    run.preempted[at] = slot
     counts.preempted += 1
     counts.preemptions += 1
 
@@ -123,7 +130,7 @@ def expect_anew(
     run = state.run
     for i in range(len(slots)):
         record = run.slots[slots[i]]
-        if record.known >= record.ends_at and not record.guest:  # and not for having sat out
+        if record.known >= record.ends_at and record.of_job:  # and not for having sat out
             run.held[record.end] -= record.weight
             run.held[MEMORY_END] += record.weight
             record.end = MEMORY_END
@@ -155,7 +162,7 @@ def advance(
     for i in range(len(slots)):
         slot = slots[i]
         record = records[slot]
-        if record.guest:
+        if not record.of_job:
             _note_guest(state, record, counts[i], i < num_decodes, samples[i])
         elif record.known > record.prompt:  # a decode, or the last chunk of forced tokens, which were charged before
             if samples[i]:
@@ -172,10 +179,10 @@ def advance(
             slide_window(state.pages, slot, record.computed)
         if samples[i]:
             # A prompt is charged in one piece, whatever chunks it was cut into.
-            if record.known == record.prompt and record.cached < record.prompt and not record.guest:
+            if record.known == record.prompt and record.cached < record.prompt and record.of_job:
                 read += reads_of(reach, float(record.cached), record.prompt - record.cached)
             record.known += 1
-            work_samples += not record.guest
+            work_samples += record.of_job
             if finished[sampled] != 0:
                 record.ended = True
                 gone[ended] = slot
@@ -212,7 +219,7 @@ def lengthen(state: SchedulerState, slots: NDArray[np.int32], counts: NDArray[np
     for i in range(len(slots)):
         slot = slots[i]
         record = run.slots[slot]
-        if not record.guest:
+        if record.of_job:
             tokens += counts[i]
             read += pairs_of(state.rates.reach, record.known - 1.0, counts[i])
         record.known += counts[i]
@@ -249,7 +256,12 @@ def _prefill_again(run: SequenceTable, slot: int) -> None:
 
 @compiled
 def _note_guest(state: SchedulerState, record: SequenceRecord, count: int, decodes: bool, sampled: bool) -> None:
-    """Take note of what a step did for a guest; a chunk is charged what it reads."""
+    """Take note of what a step did for a guest; a chunk is charged what it reads.
+
+    From a guest that is due at no time nothing is learnt: nothing is kept for it.
+    """
+    if not record.guest:
+        return
     reach, start = state.rates.reach, float(record.computed)
     pairs = 0.0 if decodes else pairs_of(reach, start, count)
     note_guest_work(state.guests, state.rates, count, int(sampled), pairs, reads_of(reach, start, count))

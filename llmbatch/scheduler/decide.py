@@ -32,7 +32,7 @@ two steps `begun` is False, and only then may the caller attend to forecasts, re
 Invariants, when `decide_step` returns True. `Scheduler.check` verifies the lists, the pages and the forecast, and the
 property tests of tests/scheduler/test_scheduler.py the rest.
 
-- The step is not empty, and every decoding sequence is in it, but for those that sit out; guests never do.
+- The step is not empty, and every decoding sequence is in it, but for those that sit out; guests that are due never do.
 - A slot is in exactly one of the lists free, decoding, prefilling, preempted.
 - Each sequence that runs holds pages for all of its computed tokens and for its chunk; a preempted one holds none.
 - A chunk that does not end its prompt ends on a page boundary, so a shared page is written in one step.
@@ -81,6 +81,7 @@ from llmbatch.scheduler.beside.guest_steps import (
     count_guests,
     guest_prompts_wait,
     guests_prefill,
+    only_flex_waits,
     prefill_guests,
     prompts_apart,
 )
@@ -169,7 +170,7 @@ def _begin(state: SchedulerState, now: float) -> None:
         totals.pair_price, totals.sample_price = prices_of(state.rates)
         free_tokens = 0.0
         most = tokens_within(state.rates, state.latency.exponent, step_bound(state), decodes, kv_tokens)
-        most_of_job = min(most, most_of_job)
+        most_of_job = most if only_flex_waits(state) else min(most, most_of_job)
     totals.free_tokens = free_tokens - decodes
     taken = decodes + int(decodes * totals.sample_price)
     totals.budget = max(state.pages.page_size if prompts_wait or guests_prefill(state) else 0, most - taken)

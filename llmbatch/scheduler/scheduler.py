@@ -160,7 +160,7 @@ class Scheduler:
         self.state = self.state._replace(latency=LatencyRules.of(latency))
 
     def arrive(self, arrivals: Arrivals) -> None:
-        """Let guests in, between two steps: they come before all that waits (`llmbatch.scheduler.beside.guests`)."""
+        """Let guests in, between two steps: those that are due come before all else (`beside.guests`)."""
         state = self.state
         state.prompts[arrivals.requests] = arrivals.prompts
         self._taken[arrivals.requests] = True
@@ -198,10 +198,10 @@ class Scheduler:
         return bool(self.state.queue) or bool(self.state.passed) or bool(self.state.equal.follows.any())
 
     @property
-    def has_job(self) -> bool:
-        """Whether anything but guests runs or waits."""
-        admitted = len(self.state.run.running) + len(self.state.run.waiting)
-        return self.waiting or admitted > self.state.guests.counts[0].running
+    def has_others(self) -> bool:
+        """Whether anything but guests that are due runs or waits."""
+        admitted, guests = len(self.state.run.running) + len(self.state.run.waiting), self.state.guests.counts[0]
+        return self.waiting or bool(guests.flex > 0) or admitted > guests.running
 
     @property
     def preemptions(self) -> int:
@@ -319,7 +319,7 @@ class Scheduler:
     def _admitted(self) -> NDArray[np.int32]:
         run = self.state.run
         slots = np.concatenate((run.running, run.waiting))
-        of_job: NDArray[np.int32] = slots[~run.slots["guest"][slots]]
+        of_job: NDArray[np.int32] = slots[run.slots["of_job"][slots]]
         return of_job
 
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:

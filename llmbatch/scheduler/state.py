@@ -39,7 +39,8 @@ class SequenceRecord:
     admitted_step: Int32  # of its first admission
     preempted_step: Int32  # of its latest preemption
     passed: Bool  # over, before it was admitted
-    guest: Bool  # see `llmbatch.scheduler.beside.guests`
+    of_job: Bool
+    guest: Bool  # that is due: see `llmbatch.scheduler.beside.guests`
     end: Int32  # of the order, that it was admitted from: an `End`
     ended: Bool  # in the step being committed
     admission: Int64  # number of its latest admission
@@ -73,7 +74,7 @@ class SequenceTable(NamedTuple):
     free: NDArray[np.int32]  # a stack
     decoding: NDArray[np.int32]
     prefilling: NDArray[np.int32]  # guests first; others in order of admission
-    preempted: NDArray[np.int32]  # in order of preemption: the first is the first to come back
+    preempted: NDArray[np.int32]  # the first is the first to come back: see `commit.preempt`
     counts: Records[SequenceCounts]  # [1]
     held: NDArray[np.float64]  # [2] by end: expected KV tokens
 
@@ -248,7 +249,8 @@ def check_lists(state: SchedulerState) -> None:
 def is_done(state: SchedulerState) -> bool:
     """Tell whether nothing runs and nothing waits."""
     counts = state.run.counts[0]
-    waits = not is_empty(state.queue) or state.passed.size[0] > 0 or state.guests.counts[0].waiting > 0
+    guests = state.guests.counts[0].waiting + state.guests.counts[0].flex
+    waits = not is_empty(state.queue) or state.passed.size[0] > 0 or guests > 0
     return not waits and counts.decoding + counts.prefilling + counts.preempted == 0
 
 
@@ -273,6 +275,7 @@ def take_slot(
     record.preempted_step = -1
     record.end = end
     record.passed = passed
+    record.of_job = True
     record.guest = False
     record.ended = False
     record.weight = weight

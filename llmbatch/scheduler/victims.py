@@ -11,6 +11,8 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.scheduler.admission_order import MEMORY_END
 from llmbatch.scheduler.state import SchedulerState
 
+_JOB, _FLEX, _GUEST = range(3)  # in turn
+
 
 @compiled
 def page_victim(state: SchedulerState) -> int:
@@ -20,33 +22,41 @@ def page_victim(state: SchedulerState) -> int:
     """
     run = state.run
     if state.guests.counts[0].running > 0:
-        victim = job_victim(state)
+        victim = victim_for_guest(state)
         if victim >= 0:
             return victim
     first: int = run.decoding[0]
     for slot in run.decoding[: run.counts[0].decoding]:
         if run.slots[slot].admission < run.slots[first].admission:
             first = slot
-    return _cheapest(state, first, False)
+    return _cheapest(state, first, _GUEST)
 
 
 @compiled
-def job_victim(state: SchedulerState) -> int:
-    """Find the running row of the job that is cheapest to compute again, -1 for none."""
-    return _cheapest(state, -1, True)
+def victim_for_guest(state: SchedulerState) -> int:
+    """Find the running sequence that gives its pages back for a guest, -1 for none.
+
+    It is the row of the job that is cheapest to compute again, and without one a guest that is due at no time.
+    """
+    return _cheapest(state, -1, _FLEX)
 
 
 @compiled
-def _cheapest(state: SchedulerState, spared: int, of_job: bool) -> int:
-    """Find the running sequence that is cheapest to compute again, but for one, and for guests where `of_job`."""
+def _cheapest(state: SchedulerState, spared: int, last: int) -> int:
+    """Find the running sequence that is cheapest to compute again, of those first in turn, but for one.
+
+    Rows of the job give way first, then guests that are due at no time, then the others. None comes after the `last`.
+    """
     run = state.run
-    victim, lowest = -1, np.inf
+    victim, lowest, turn = -1, np.inf, last
     for i in range(run.counts[0].decoding + run.counts[0].prefilling):
         slot = run.decoding[i] if i < run.counts[0].decoding else run.prefilling[i - run.counts[0].decoding]
-        if slot != spared and not (of_job and run.slots[slot].guest):
+        record = run.slots[slot]
+        of = _JOB if record.of_job else (_GUEST if record.guest else _FLEX)
+        if slot != spared and of <= turn:
             cost = _cost_again(state, slot)
-            if victim < 0 or cost < lowest:
-                victim, lowest = slot, cost
+            if victim < 0 or of < turn or cost < lowest:
+                victim, lowest, turn = slot, cost, of
     return victim
 
 

@@ -11,6 +11,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -79,6 +80,7 @@ class Reply:
 
     def __init__(self, api_request: ApiRequest, bridge: Bridge, due: float) -> None:
         self._bridge = bridge
+        self._best_effort = api_request.best_effort
         self._begun = time.monotonic()
         self._last: list[float | None] = [None] * api_request.draws  # when tokens came
         self._news: asyncio.Queue[tuple[int, Said]] = asyncio.Queue()
@@ -117,7 +119,7 @@ class Reply:
             return
         metrics, now, before = self._bridge.metrics, time.monotonic(), self._last[draw]
         if before is None:
-            self._bridge.waiting -= 1
+            self._bridge.waiting[self._best_effort] -= 1
         self._last[draw] = now
         if not isinstance(said, GuestEnd):
             metrics.generation_tokens.inc(len(said))
@@ -143,7 +145,7 @@ class Reply:
         for draw, guest in self._open.items():
             self._bridge.engine.leave(guest)
             if self._last[draw] is None:
-                self._bridge.waiting -= 1
+                self._bridge.waiting[self._best_effort] -= 1
         self._open.clear()
         self._bridge.close(self)
 
@@ -157,8 +159,9 @@ class Bridge:
     metrics: ServingMetrics
     ttft: float  # seconds
     max_waiting: int
-    waiting: int = 0  # draws without a first token
     draining: bool = False  # no more are let in
+    # Draws without a first token, by whether they are best effort: many of these take no room from others.
+    waiting: Counter[bool] = field(default_factory=Counter)
     _replies: set[Reply] = field(default_factory=set)
     _empty: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -172,16 +175,17 @@ class Bridge:
                 "ask for fewer at a time"
             )
             raise Refused(400, message, param="n", code="invalid_value")
-        if self.waiting + api_request.draws > self.max_waiting:
+        best_effort, waiting = api_request.best_effort, self.waiting[api_request.best_effort]
+        if waiting + api_request.draws > self.max_waiting:
+            answers = "answers of best effort" if best_effort else "answers"
             raise Refused(
                 429,
-                f"at most {self.max_waiting:,} answers may wait, and {self.waiting:,} do: ask again later",
+                f"at most {self.max_waiting:,} {answers} may wait, and {waiting:,} do: ask again later",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(math.ceil(self.ttft))},
             )
-        due = math.inf if api_request.best_effort else time.monotonic() + self.ttft
-        reply = Reply(api_request, self, due)
-        self.waiting += api_request.draws
+        reply = Reply(api_request, self, math.inf if best_effort else time.monotonic() + self.ttft)
+        self.waiting[best_effort] += api_request.draws
         self._replies.add(reply)
         self.metrics.prompt_tokens.inc(api_request.prompt_tokens)
         reply.begin()

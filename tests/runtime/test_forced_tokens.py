@@ -12,7 +12,7 @@ from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
 from tests.runtime.test_guests import opened
-from tests.runtime.test_interrupted_loop import Layered, due, job
+from tests.runtime.test_interrupted_loop import Layered, job
 from tests.runtime.test_interrupted_loop import opened as opened_on
 from tests.runtime.test_stream import Engines, Listed
 from tests.support.guests import Script, guest
@@ -61,7 +61,7 @@ def test_a_guest_is_told_of_forced_tokens_behind_the_sampled_one() -> None:
 
 def test_so_it_is_of_one_whose_prompt_is_computed_while_a_step_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llmbatch.runtime.loops.interrupted_loop, "_LONG", 0.0)
-    inbox, (one, told) = GuestInbox(), due([1, 2, 3], 8)
+    inbox, (one, told) = GuestInbox(), guest([1, 2, 3], 8)
     engine = LayeredForcing({(3, 2): lambda: inbox.put(one)})
     opened_on(engine, Script(inbox), inbox).run(Listed([job()]))
     assert engine.whole[2].counts.tolist() == [3]

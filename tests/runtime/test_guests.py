@@ -195,6 +195,28 @@ def test_more_guests_than_spare_rows_and_longer_ones_than_there_is_room_for_are_
     assert engine.rebound >= 3
 
 
+def test_those_that_are_due_have_spare_rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmbatch.runtime.stream, "_SPARE_ROWS", 3)
+    inbox, flood, (one, told) = GuestInbox(), [guest([2, i], due=math.inf) for i in range(9)], guest([1, 2, 3])
+    script = Script(inbox, {7: partial(all_of, [partial(inbox.put, each) for each in (*(a for a, _ in flood), one)])})
+    begun: list[int] = []
+    told.on_sampled = lambda: begun.append(script.steps)
+    opened(Engines(), script, inbox).run(Listed([window_of([[5, i] for i in range(30)], [40] * 30)]))
+    assert begun == [7, 8, 9, 10, 11], "it was sampled in the eighth step"
+    assert all(each.tokens == [0] * 5 for _, each in flood)
+
+
+def test_a_guest_that_is_due_at_no_time_is_answered_before_the_job_ends() -> None:
+    inbox, (one, told) = GuestInbox(), guest([1, 2, 3], due=math.inf)
+    window = window_of([[5, i] for i in range(60)], [40] * 60)
+    script, ended = Script(inbox, {7: lambda: inbox.put(one)}), list[int]()
+    told.on_sampled = lambda: ended.append(len(window.ended))
+    opened(Engines(), script, inbox).run(Listed([window]))
+    assert told.tokens == [0] * 5
+    assert max(ended) <= 8, "eight rows run at a time"
+    assert len(window.ended) == 60
+
+
 def test_a_guest_that_the_pool_cannot_hold_has_an_error_and_one_that_it_can_hold_in_part_is_cut() -> None:
     inbox, (large, large_told), (cut, cut_told) = GuestInbox(), guest([1] * 40, 5), guest([2] * 33, 99)
     inbox.put(large)
@@ -452,5 +474,4 @@ def test_where_nobody_can_come_a_source_is_waited_for() -> None:
 
     Stream.open(Engines(), POOL, COST, BUDGET, Script(GuestInbox())).run(Asked([window_of([[5, 6]], [3])]))
     assert waits[-1]
-    assert math.isinf(guest([1])[0].due)
     assert Told().end is None

@@ -17,7 +17,7 @@ import llmbatch.runtime.loops.interrupted_loop
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.runtime.online.guests import Guest, GuestInbox
+from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.scheduler.beside.held_steps import TokenGaps
@@ -27,13 +27,12 @@ from tests.runtime.test_pool_limits import Hosting, torch_engine, window_of
 from tests.runtime.test_stream import Engines, Listed, Window
 from tests.support.examples import examples
 from tests.support.golden import generate
-from tests.support.guests import Crowd, Script, Told, guest
+from tests.support.guests import Crowd, Script, guest
 from tests.support.models import EOS, PAD, TINY, tiny_model, tiny_model_folder
 from tests.support.workloads import COST
 
 POOL = Pool(400, 4)
 LAYERS = 4
-SOON = 1e9  # when first tokens are due
 Act = Callable[[], object]
 
 
@@ -85,12 +84,8 @@ def job(rows: int = 12, tokens: int = 15) -> Window:
     return window_of([[5, i] for i in range(rows)], [tokens] * rows)
 
 
-def due(prompt: list[int], max_tokens: int = 5, **params: Any) -> tuple[Guest, Told]:
-    return guest(prompt, max_tokens, due=SOON, **params)
-
-
 def test_a_guest_that_arrives_between_two_layers_has_its_first_token_before_the_step_ends() -> None:
-    inbox, (one, told) = GuestInbox(), due([1, 2, 3])
+    inbox, (one, told) = GuestInbox(), guest([1, 2, 3])
     engine = Layered({(7, 2): lambda: inbox.put(one)})
     window, before = job(), list[int]()
     told.on_sampled = lambda: before.append(len(engine.whole))
@@ -102,14 +97,14 @@ def test_a_guest_that_arrives_between_two_layers_has_its_first_token_before_the_
 
 
 def test_a_guest_that_arrives_between_two_steps_has_a_step_of_its_own() -> None:
-    inbox, (one, _) = GuestInbox(), due([1, 2, 3])
+    inbox, (one, _) = GuestInbox(), guest([1, 2, 3])
     engine = Layered()
     opened(engine, Script(inbox, {7: lambda: inbox.put(one)}), inbox).run(Listed([job()]))
     assert engine.whole[7].counts.tolist() == [3]
 
 
 def test_guests_alone_share_steps() -> None:
-    inbox, (one, _), (two, _) = GuestInbox(), due([1, 2, 3], 20), due([4, 5], 20)
+    inbox, (one, _), (two, _) = GuestInbox(), guest([1, 2, 3], 20), guest([4, 5], 20)
     engine = Layered()
     inbox.put(one)
     opened(engine, Script(inbox, {5: lambda: inbox.put(two)}), inbox).run(Listed([]))
@@ -117,7 +112,7 @@ def test_guests_alone_share_steps() -> None:
 
 
 def test_one_step_of_prompts_is_taken_between_two_steps_of_the_job_and_the_next_between_its_layers() -> None:
-    inbox, (one, _), (two, told) = GuestInbox(), due([1, 2, 3]), due([4, 5])
+    inbox, (one, _), (two, told) = GuestInbox(), guest([1, 2, 3]), guest([4, 5])
     engine, seen = Layered(), list[int]()
     script = Script(inbox, {7: lambda: inbox.put(one), 8: lambda: inbox.put(two)})
     told.on_sampled = lambda: seen.append(script.steps)
@@ -127,7 +122,7 @@ def test_one_step_of_prompts_is_taken_between_two_steps_of_the_job_and_the_next_
 
 
 def test_a_guest_that_is_due_at_no_time_waits_for_the_step_to_end() -> None:
-    inbox, (one, told) = GuestInbox(), guest([1, 2, 3])
+    inbox, (one, told) = GuestInbox(), guest([1, 2, 3], due=math.inf)
     engine = Layered({(7, 2): lambda: inbox.put(one)})
     opened(engine, Script(inbox), inbox).run(Listed([job()]))
     assert told.tokens == [0] * 5
@@ -137,7 +132,7 @@ def test_a_guest_that_is_due_at_no_time_waits_for_the_step_to_end() -> None:
 
 def steps_before_its_first_token() -> list[int]:
     """Count the steps that had ended at each token of a guest that came between two layers of the seventh."""
-    inbox, (one, told) = GuestInbox(), due([1, 2, 3])
+    inbox, (one, told) = GuestInbox(), guest([1, 2, 3])
     engine, before = Layered({(7, 2): lambda: inbox.put(one)}), list[int]()
     told.on_sampled = lambda: before.append(len(engine.whole))
     opened(engine, Script(inbox), inbox, latency=Latency(100.0, 4.0, prompts_apart=True)).run(Listed([job()]))
@@ -159,7 +154,7 @@ def test_a_bounded_step_is_not_held_where_a_guest_would_wait_too_long_for_its_ne
 
 
 def test_a_step_beside_a_guest_that_decodes_has_a_part_of_the_bound() -> None:
-    inbox, (one, told) = GuestInbox(), due([1, 2, 3], 3)
+    inbox, (one, told) = GuestInbox(), guest([1, 2, 3], 3)
     engine, loads = Layered(), list[float]()
     script = Script(inbox, {3: lambda: inbox.put(one)})
     stream = opened(engine, script, inbox, latency=Latency(100.0, 4.0, prompts_apart=True))
@@ -172,7 +167,7 @@ def test_a_step_beside_a_guest_that_decodes_has_a_part_of_the_bound() -> None:
 
 
 def test_a_prompt_longer_than_a_step_waits_for_the_job_s_next_one() -> None:
-    inbox, (one, told) = GuestInbox(), due([1] * 100, 3)
+    inbox, (one, told) = GuestInbox(), guest([1] * 100, 3)
     engine = Layered({(7, 2): lambda: inbox.put(one)})
     opened(engine, Script(inbox), inbox, step_tokens=64).run(Listed([job()]))
     assert told.tokens == [0] * 3
@@ -181,7 +176,7 @@ def test_a_prompt_longer_than_a_step_waits_for_the_job_s_next_one() -> None:
 
 
 def test_a_guest_for_whom_pages_must_be_taken_from_the_job_waits_for_its_next_step() -> None:
-    inbox, (one, told) = GuestInbox(), due([1] * 200, 3)
+    inbox, (one, told) = GuestInbox(), guest([1] * 200, 3)
     engine = Layered({(30, 1): lambda: inbox.put(one)})
     window = job(8, 60)
     stream = opened(engine, Script(inbox), inbox, pool=Pool(100, 4))
@@ -193,7 +188,7 @@ def test_a_guest_for_whom_pages_must_be_taken_from_the_job_waits_for_its_next_st
 
 
 def test_a_guest_finds_no_page_that_the_held_step_is_to_write() -> None:
-    inbox, (one, told), (two, found) = GuestInbox(), due([*[1] * 40, 2]), due([*[1] * 40, 3])
+    inbox, (one, told), (two, found) = GuestInbox(), guest([*[1] * 40, 2]), guest([*[1] * 40, 3])
     engine = Layered({(1, 2): lambda: inbox.put(one), (2, 2): lambda: inbox.put(two)})
     opened(engine, Script(inbox), inbox).run(Listed([window_of([[1] * 40], [9])]))
     assert engine.whole[0].counts.tolist() == [41]
@@ -201,8 +196,8 @@ def test_a_guest_finds_no_page_that_the_held_step_is_to_write() -> None:
 
 
 def test_a_guest_that_leaves_while_a_step_is_held_is_withdrawn_after_it() -> None:
-    inbox, (one, told) = GuestInbox(), due([1, 2, 3], 50)
-    other, other_told = due([7], 3)
+    inbox, (one, told) = GuestInbox(), guest([1, 2, 3], 50)
+    other, other_told = guest([7], 3)
 
     def leave() -> None:
         inbox.leave(one)
@@ -216,7 +211,7 @@ def test_a_guest_that_leaves_while_a_step_is_held_is_withdrawn_after_it() -> Non
 
 
 def test_a_guest_whose_prompt_kills_the_engine_is_blamed_and_not_the_rows_of_the_held_step() -> None:
-    inbox, (deadly, told) = GuestInbox(), due([9] * 11)
+    inbox, (deadly, told) = GuestInbox(), guest([9] * 11)
     engines: list[Layered] = []
 
     def make() -> Layered:
@@ -237,7 +232,7 @@ def test_a_guest_whose_prompt_kills_the_engine_is_blamed_and_not_the_rows_of_the
 @examples(40)
 def test_every_row_and_every_guest_ends_once_between_whatever_layers_guests_come(seed: int, bound: float) -> None:
     rng, inbox, engine = np.random.default_rng(seed), GuestInbox(), Layered()
-    crowd = Crowd(rng, steps=60, dues=(math.inf, SOON))
+    crowd = Crowd(rng, steps=60)
     engine.acts = crowd.acts(inbox, lambda step: (step, int(rng.integers(1, LAYERS))))
     script = Script(inbox)
     pool, latency = Pool(int(rng.integers(30, 120)), 4), Latency(bound, 4.0, prompts_apart=True)
@@ -283,7 +278,7 @@ def test_a_step_held_between_any_two_layers_gives_the_answers_of_generate(
     for visit in range(1, 3 * (LAYERS - 1) + 1, apart):
         engine: Any = torch_engine(folder, 60)
         inbox, window = GuestInbox(), window_of(rows, [12] * 4)
-        guests = [due(prompt, 12) for prompt in prompts]
+        guests = [guest(prompt, 12) for prompt in prompts]
         visits = {visit + i: partial(inbox.put, one) for i, (one, _) in enumerate(guests)}
         visited, script = Visited(engine, dict(visits)), Script(inbox)
         stream = opened(engine, script, inbox, pool=Pool(60, 4))

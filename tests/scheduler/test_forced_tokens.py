@@ -190,7 +190,8 @@ def test_so_it_is_among_guests(
     while to_come or not scheduler.done:
         while to_come and (scheduler.done or rng.random() < 0.2):
             one = np.array([to_come.pop(0)], np.int32)
-            scheduler.arrive(Arrivals(one, load.prompt_lengths[one], np.array([np.inf]), load.believed[one]))
+            due = rng.choice([1e9, np.inf], 1)
+            scheduler.arrive(Arrivals(one, load.prompt_lengths[one], due, load.believed[one]))
         step = scheduler.decide(float(steps))
         finished = scheduler.commit(step, engine.execute(step))
         scheduler.check()
@@ -219,7 +220,7 @@ def test_a_guest_with_forced_tokens_is_in_every_step_and_no_decode_of_the_job_si
         scheduler.commit(step, of_job.execute(step))
     engine.generated |= of_job.generated
     guest = np.array([5], np.int32)
-    scheduler.arrive(Arrivals(guest, load.prompt_lengths[guest], np.array([np.inf]), load.believed[guest]))
+    scheduler.arrive(Arrivals(guest, load.prompt_lengths[guest], np.array([1e9]), load.believed[guest]))
     steps = []
     while engine.generated.get(5, 0) < 60:
         step = scheduler.decide()

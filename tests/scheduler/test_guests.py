@@ -29,6 +29,7 @@ from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, common, workloads
 
 EXPONENT = 4.0
+SOON = 1e9  # s
 BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
 ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2, 8)]
 BOUNDS = [np.inf, 0.2, 0.03, 0.006]  # seconds; the last is that of the weights and one token
@@ -76,7 +77,7 @@ def scheduler_for(
     return scheduler
 
 
-def arrive(scheduler: Scheduler, load: Workload, *guests: int, due: float = np.inf) -> None:
+def arrive(scheduler: Scheduler, load: Workload, *guests: int, due: float = SOON) -> None:
     requests = np.array(guests, np.int32)
     scheduler.arrive(
         Arrivals(requests, load.prompt_lengths[requests], np.full(len(guests), due), load.believed[requests])

@@ -196,6 +196,23 @@ def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) 
         assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message
 
 
+def test_answers_of_best_effort_that_wait_keep_nobody_else_out(worker: Worker, tmp_path: Path) -> None:
+    engine = EchoEngine(worker, runs=False)
+    with served(worker, tmp_path, engine=engine, max_waiting=2) as echo:
+        asked = {"prompt": "ab", "stream": True, "n": 2, "temperature": 1}
+        flex = {**asked, "service_tier": "flex"}
+        url = f"{echo.url}/v1/completions"
+        with httpx.stream("POST", url, json=flex) as first, httpx.stream("POST", url, json=asked) as second:
+            engine.wait_until_submitted(4)
+            refused = httpx.post(url, json={"prompt": "a", "service_tier": "flex"})
+            assert refused.status_code == 429
+            assert "at most 2 answers of best effort may wait, and 2 do: ask" in error_of(refused)["message"]
+            engine.go()
+            assert first.read().endswith(b"data: [DONE]\n\n")
+            assert second.read().endswith(b"data: [DONE]\n\n")
+        assert httpx.post(url, json=flex).status_code == 200, "who had a first token waits no more"
+
+
 def test_more_answers_at_once_than_may_ever_wait_are_refused_for_good(worker: Worker, tmp_path: Path) -> None:
     with served(worker, tmp_path, max_waiting=2) as echo:
         with pytest.raises(openai.BadRequestError) as caught:

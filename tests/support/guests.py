@@ -17,6 +17,7 @@ from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 from tests.runtime.test_pool_limits import Answers, window_of
 
+SOON = 1e9  # when first tokens are due
 Moment = TypeVar("Moment", bound=Hashable)
 
 
@@ -41,7 +42,7 @@ class Told:
 def guest(prompt: Sequence[int], max_tokens: int = 5, told: Told | None = None, **params: Any) -> tuple[Guest, Told]:
     """A guest, and what it is told."""
     told = told or Told()
-    serial, due = params.pop("serial", 0), params.pop("due", math.inf)
+    serial, due = params.pop("serial", 0), params.pop("due", SOON)
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     return Guest(np.array(prompt, np.int32), max_tokens, sampling, serial, due, told), told
 
@@ -71,7 +72,6 @@ class Crowd:
         windows: int = 3,
         most_own: int = 39,
         steps: int = 120,
-        dues: Sequence[float] = (math.inf,),
     ) -> None:
         """Make them, with at most `most_own` tokens of a prompt behind the prefix. Guests come within so many steps."""
         prefix = rng.integers(0, 3, 30).tolist()
@@ -83,7 +83,7 @@ class Crowd:
             window_of([prompt() for _ in range(n)], rng.integers(1, 60, n).tolist())
             for n in rng.integers(1, 12, windows)
         ]
-        self.guests = [guest(prompt(), int(rng.integers(1, 40)), due=rng.choice(dues)) for _ in range(15)]
+        self.guests = [guest(prompt(), int(rng.integers(1, 40)), due=rng.choice((SOON, math.inf))) for _ in range(15)]
         self.comes = rng.integers(1, steps, 15).tolist()
         stays = rng.integers(0, 20, 15).tolist()
         self.leaves = {i: self.comes[i] + stays[i] for i in np.flatnonzero(rng.random(15) < 0.4).tolist()}

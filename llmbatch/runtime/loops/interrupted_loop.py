@@ -84,7 +84,7 @@ class InterruptedLoop(SerialLoop):
         """Decide the next step: one of prompts, if steps have no bound, guests wait, and the one before had others."""
         before, self._alone = self._alone, False
         keep_within(scheduler.state, self._gaps.step_seconds(now, wait=guests_wait(scheduler.state)))
-        if not (before or self._gaps.bounded) and scheduler.has_job:
+        if not (before or self._gaps.bounded) and scheduler.has_others:
             step = scheduler.decide_prompts(now)
             if step is not None:
                 self._alone = True

@@ -50,7 +50,7 @@ class Guest:
     max_tokens: int  # most tokens to generate, already cut to what the context leaves
     params: SamplingParams
     serial: int  # what random draws depend on where no seed is given
-    due: float  # `time.monotonic` by which its first token is wanted; infinite: by no time
+    due: float  # `time.monotonic` by which its first token is wanted; infinite: it gets what others leave
     listener: GuestListener
 
 

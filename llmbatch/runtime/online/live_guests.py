@@ -9,6 +9,7 @@ the last step of two engines ends with an error.
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from dataclasses import dataclass, field
@@ -62,6 +63,10 @@ class _Progress:
     deaths: int = 0  # of engines, with it in their last step
 
 
+def _is_flex(one: _Progress) -> bool:
+    return math.isinf(one.guest.due)
+
+
 class LiveGuests:
     """Takes guests from an inbox, and tells each what becomes of it."""
 
@@ -71,7 +76,7 @@ class LiveGuests:
         self.gaps: TokenGaps = TokenGaps(bound)
         self.load: EngineLoad = EngineLoad()
         self._pool = pool
-        self._entering: list[_Progress] = []  # that wait for a row, in order
+        self._entering: list[_Progress] = []  # that wait for a row, in order; those that are due at no time come last
         self._here: dict[Guest, _Progress] = {}  # all that have not ended
         self._by_request: dict[int, _Progress] = {}
         self._mean = _AT_FIRST  # tokens of answers, lately
@@ -114,7 +119,7 @@ class LiveGuests:
             if room < 1:
                 self._end(one, FinishReason.ERROR, error=too_long(len(guest.tokens), self._pool))
             else:
-                self._entering.append(one)
+                bisect.insort(self._entering, one, key=_is_flex)
 
     def enter(self, spare: SpareRows) -> Arrivals:
         """Write those that wait into spare rows, as far as there are any."""
@@ -187,6 +192,7 @@ class LiveGuests:
                 message = f"the engine died of a step with this request {one.deaths} times"
                 self._end(one, FinishReason.ERROR, error=RowError("engine", message))
         self._entering[:0] = [one for one in again if one.deaths < _MOST_DEATHS]
+        self._entering.sort(key=_is_flex)
 
     def end_all(self, message: str) -> None:
         """Tell all that have not ended that they have no answer, and why; nobody is let in any more."""

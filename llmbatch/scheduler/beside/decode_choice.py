@@ -1,4 +1,4 @@
-"""Which decodes a step computes: every guest's, and of the job's as many as leave guests their time.
+"""Which decodes a step computes: every guest's, and of the others as many as leave guests their time.
 
 Of the job as many, in the order in which they began, as read the share of the step that the work left gives to reading
 (`llmbatch.perf_model.step_bound`): without that split decodes would take all of the step, and leave compute idle. The
@@ -20,6 +20,8 @@ the row's would take `_AWAITED` of the time of that work. Such rows come before 
 read. They alone ride while a guest is late, by `_LATE_SHARE`, and beside prompts that take more than a step where parts
 run in turn: there others gain nothing. Prompts that the step computes whole come later by what decodes read, and the
 weights are read once less. That is not done while guests hold most of the pool.
+
+Guests that are due at no time decode as rows of the job do, and before all of these. No job waits for them.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
     too_much = np.inf  # what a row read for which there was no room; none that reads as much has it later
     for i in _in_order(state, 0.0 if prompts_wait else awaited):
         slot, then = decoding[i], read + reads[i]
-        waited_for = slots[slot].remaining_tokens > awaited
+        waited_for = slots[slot].of_job and slots[slot].remaining_tokens > awaited
         rides = waited_for if only_awaited else then <= most or (waited_for and not prompts_wait)
         if rides:
             rides = (
@@ -143,7 +145,7 @@ def _awaited(state: SchedulerState, steps: float) -> float:
     run, longest = state.run, 0.0
     for i in range(run.counts[0].decoding):
         record = run.slots[run.decoding[i]]
-        if not record.guest:
+        if record.of_job:
             longest = max(longest, record.remaining_tokens)
     return _AWAITED * steps if longest > steps else np.inf
 
@@ -194,9 +196,10 @@ def _left_by(state: SchedulerState, seconds: float, decodes: int, read: float) -
 
 @compiled
 def _in_order(state: SchedulerState, least: float) -> NDArray[np.int64]:
-    """Order the places of the job's decodes.
+    """Order the places of the decodes that are not guests'.
 
-    Those that have more than `least` tokens left come first, the most first, then the others.
+    Guests that are due at no time come first. Of the job's come those that have more than `least` tokens left, the most
+    first, then the others.
     """
     run, count, ordered = state.run, 0, True
     places, left = np.empty(run.counts[0].decoding, np.int64), np.zeros(run.counts[0].decoding)
@@ -204,7 +207,9 @@ def _in_order(state: SchedulerState, least: float) -> NDArray[np.int64]:
         record = run.slots[run.decoding[i]]
         if not record.guest:
             places[count] = i
-            if record.remaining_tokens > least:
+            if not record.of_job:
+                left[count] = -np.inf
+            elif record.remaining_tokens > least:
                 left[count] = -record.remaining_tokens
             ordered = ordered and (count == 0 or left[count - 1] <= left[count])
             count += 1

@@ -1,4 +1,4 @@
-"""What a step does for guests: their prompts come first, and rows of the job give way.
+"""What a step does for guests: their prompts come first, and all else gives way.
 
 Who decodes says `llmbatch.scheduler.beside.decode_choice`.
 
@@ -30,7 +30,7 @@ from llmbatch.kvcache.publish import found_before, tokens_found
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.perf_model.work import pairs_of, reads_of
 from llmbatch.scheduler.admission import enter_at
-from llmbatch.scheduler.admission_order import COMPUTE_END
+from llmbatch.scheduler.admission_order import COMPUTE_END, is_empty
 from llmbatch.scheduler.beside.decode_choice import prompt_seconds, step_bound
 from llmbatch.scheduler.beside.guest_memory import note_held
 from llmbatch.scheduler.beside.guests import least_slack, most_urgent, rank_guests, take_waiting
@@ -38,7 +38,7 @@ from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 from llmbatch.scheduler.token_budget import Load, step_tokens
-from llmbatch.scheduler.victims import job_victim
+from llmbatch.scheduler.victims import victim_for_guest
 
 
 @compiled
@@ -61,6 +61,16 @@ def guests_prefill(state: SchedulerState) -> bool:
     """Tell whether a guest has a chunk to compute: of its prompt, or of tokens that are forced."""
     run = state.run
     return bool(run.counts[0].prefilling > 0 and run.slots[run.prefilling[0]].guest)
+
+
+@compiled
+def only_flex_waits(state: SchedulerState) -> bool:
+    """Tell whether guests that are due at no time wait or prefill, and no row of the job waits to be admitted."""
+    run, at = state.run, 0
+    while at < run.counts[0].prefilling and run.slots[run.prefilling[at]].guest:
+        at += 1
+    prefills = at < run.counts[0].prefilling and not run.slots[run.prefilling[at]].of_job
+    return bool(is_empty(state.queue) and (state.guests.counts[0].flex > 0 or prefills))
 
 
 @compiled
@@ -128,7 +138,7 @@ def prompts_apart(state: SchedulerState) -> bool:
         return False
     for i in range(totals.guests):
         record = run.slots[run.prefilling[i]]
-        if np.isfinite(record.due) and not is_forced(record):
+        if not is_forced(record):
             return True
     return False
 
@@ -176,7 +186,7 @@ def _make_way_in(state: SchedulerState, request: int, now: float) -> bool:
     run, pages = state.run, state.pages
     counts = run.counts[0]
     while counts.decoding + counts.prefilling >= state.limits.most_running:
-        victim = job_victim(state)
+        victim = victim_for_guest(state)
         if victim < 0:
             return False
         preempt(state, victim, now)
@@ -192,9 +202,9 @@ def _make_way_in(state: SchedulerState, request: int, now: float) -> bool:
 
 @compiled
 def _make_room(state: SchedulerState, pages: int, now: float) -> None:
-    """Have rows of the job give pages back until there is room for so many, or no row is left."""
+    """Have what is no guest's give pages back until there is room for so many, or nothing of it is left."""
     while room_for(state.pages) < pages:
-        victim = job_victim(state)
+        victim = victim_for_guest(state)
         if victim < 0:
             return
         preempt(state, victim, now)
@@ -210,6 +220,7 @@ def _begin_guest(state: SchedulerState, place: int, at: int, now: float) -> None
     slot = take_slot(state.run, request, state.prompts[request], COMPUTE_END, False, 0.0, expected)
     record = state.run.slots[slot]
     record.admitted_step = int(now)
+    record.of_job = False
     record.guest = True
     record.due = due
     record.rank = rank
@@ -254,10 +265,10 @@ def decide_prompts(state: SchedulerState, slots: NDArray[np.int32], starts: NDAr
     totals.budget = step_tokens(state.budget, Load(0, 0.0, 0.0, 0.0))
     at, most = _rank(state), guests.counts[0].within / guests.counts[0].correction
     while guests.counts[0].waiting > 0 and guests.counts[0].running < state.limits.most_running:
-        place, rank = most_urgent(guests)
+        place, _ = most_urgent(guests)
         request = guests.requests[place]
         room = -(-state.prompts[request] // pages.page_size) + 1 <= room_for(pages)
-        if rank == np.inf or not room:
+        if not room:
             break
         findable, known, start = pages.prompts.findable, 0, 0
         if len(findable) > 0:

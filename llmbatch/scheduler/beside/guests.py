@@ -9,6 +9,10 @@ late prompt makes the next one late then, until hardly any is in time. And of pr
 in turn, so all of them end when the last one does, where in the order of due times half of them would long be done.
 
 What guests take of the machine and of its memory is learnt in `llmbatch.scheduler.beside.guest_memory`.
+
+A guest that is due at no time is best effort (`flex`, after the tier of OpenAI's), and nothing of that holds for it. It
+gets what is left, as rows of a job do, and is treated as one of them: where "guests" is said, it is not meant. It comes
+before these rows: it is admitted first, decodes first of what guests leave, and gives its pages back last.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ class Arrivals:
 
     requests: NDArray[np.int32]
     prompts: NDArray[np.int32]  # tokens
-    due: NDArray[np.float64]  # seconds on the clock of `decide`, by which the first token is wanted; infinite: by none
+    due: NDArray[np.float64]  # seconds on the clock of `decide`, by which the first token is wanted; infinite: `flex`
     expected: NDArray[np.float64]  # tokens of the answer
 
 
@@ -73,6 +77,7 @@ class GuestCounts:
 
     clock: Float64  # seconds, when the step is decided
     waiting: Int64
+    flex: Int64  # that wait and are due at no time
     running: Int64  # slots of guests, preempted ones among them
     late: Int64  # of those that wait or prefill, in the latest step that ranked them
     slack: Float64  # of the times until guests in time are due, the least share left, in the latest step that ranked
@@ -94,12 +99,12 @@ class GuestCounts:
 
 @by_reference
 class GuestQueue(NamedTuple):
-    """Guests that wait to be admitted, in the order of their arrival."""
+    """Guests that wait to be admitted, in the order of their arrival; those that are due at no time stand last."""
 
     requests: NDArray[np.int32]
     due: NDArray[np.float64]
     expected: NDArray[np.float64]
-    ranks: NDArray[np.float64]  # of the step that is decided: least comes first
+    ranks: NDArray[np.float64]  # of the step that is decided: least comes first; none of those that are due at no time
     history: NDArray[np.float64]  # [seconds] the most KV tokens that guests held, in a circle
     rises: NDArray[np.float64]  # [spans] KV tokens that they want more within a span, in all but three tenths of it
     counts: Records[GuestCounts]  # [1]
@@ -115,26 +120,32 @@ class GuestQueue(NamedTuple):
 
     def with_arrivals(self, arrivals: Arrivals) -> GuestQueue:
         """Return the same, grown if need be, with guests more."""
-        first, count = int(self.counts[0].waiting), len(arrivals.requests)
+        before, count = len(self.waiting), len(arrivals.requests)
         queue, room = self, len(self.requests)
-        if first + count > room:
-            more = max(room, first + count - room)
+        if before + count > room:
+            more = max(room, before + count - room)
             queue = self._replace(
                 requests=np.pad(self.requests, (0, more)),
                 due=np.pad(self.due, (0, more)),
                 expected=np.pad(self.expected, (0, more)),
                 ranks=np.pad(self.ranks, (0, more)),
             )
-        places = slice(first, first + count)
-        queue.requests[places] = arrivals.requests
-        queue.due[places], queue.expected[places] = arrivals.due, arrivals.expected
-        queue.counts[0].waiting += count
+        last = slice(before, before + count)
+        queue.requests[last], queue.due[last], queue.expected[last] = arrivals.requests, arrivals.due, arrivals.expected
+        due = int(np.count_nonzero(np.isfinite(arrivals.due)))
+        if due and before + count > queue.counts[0].waiting + due:
+            every = slice(before + count)
+            order = np.argsort(np.isinf(queue.due[every]), kind="stable")
+            for column in (queue.requests, queue.due, queue.expected):
+                column[every] = column[every][order]
+        queue.counts[0].waiting += due
+        queue.counts[0].flex += count - due
         return queue
 
     @property
     def waiting(self) -> NDArray[np.int32]:
-        """Requests that wait, in the order of their arrival."""
-        return self.requests[: self.counts[0].waiting]
+        """Requests that wait, in their order."""
+        return self.requests[: self.counts[0].waiting + self.counts[0].flex]
 
     def renumber(self, numbers: NDArray[np.int32]) -> None:
         """Give the guests that wait other `numbers`, int32 by their request."""
@@ -145,17 +156,22 @@ class GuestQueue(NamedTuple):
         waiting = self.waiting.copy()
         gone = np.isin(waiting, requests)
         kept = np.flatnonzero(~gone)
+        due = int(np.count_nonzero(kept < self.counts[0].waiting))
         for column in (self.requests, self.due, self.expected):
             column[: len(kept)] = column[kept]
-        self.counts[0].waiting = len(kept)
+        self.counts[0].waiting, self.counts[0].flex = due, len(kept) - due
         return waiting[gone]
 
 
 @compiled
 def take_waiting(guests: GuestQueue, place: int) -> None:
     """Take the guest at a place out of those that wait."""
-    guests.counts[0].waiting -= 1
-    for i in range(place, guests.counts[0].waiting):
+    counts = guests.counts[0]
+    if place < counts.waiting:
+        counts.waiting -= 1
+    else:
+        counts.flex -= 1
+    for i in range(place, counts.waiting + counts.flex):
         guests.requests[i] = guests.requests[i + 1]
         guests.due[i] = guests.due[i + 1]
         guests.expected[i] = guests.expected[i + 1]
