@@ -114,10 +114,8 @@ def admit(state: SchedulerState, now: float) -> bool:
         if is_empty(queue):
             return True
         request, end, memory_full = _choose(state, compute_most, now, memory_full)
-        if end == _PASSED_OVER:
-            tried += 1
-            continue
-        if end < 0 or not _begin(state, request, end, False, now):
+        tried += end == _PASSED_OVER
+        if end != _PASSED_OVER and (end < 0 or not _begin(state, request, end, False, now)):
             return True
     return True
 

@@ -235,7 +235,7 @@ def test_every_row_and_every_guest_ends_once_between_whatever_layers_guests_come
     crowd = Crowd(rng, steps=60)
     engine.acts = crowd.acts(inbox, lambda step: (step, int(rng.integers(1, LAYERS))))
     script = Script(inbox)
-    pool, latency = Pool(int(rng.integers(30, 120)), 4), Latency(bound, 4.0, prompts_apart=True)
+    pool, latency = Pool(int(rng.integers(33, 120)), 4), Latency(bound, 4.0, prompts_apart=True)
     stream = opened(engine, script, inbox, pool=pool, latency=latency)
     script.after_each = lambda: scheduler_of(stream).check()
     stream.run(Listed(crowd.windows))
