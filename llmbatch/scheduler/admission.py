@@ -100,9 +100,7 @@ def admit(state: SchedulerState, now: float) -> bool:
             if size < min(too_large, compute_most - run.held[COMPUTE_END]) and fits(
                 state, request, prompts[request], queue.lengths[request], pool, now
             ):
-                if tried == 0 and (
-                    counts.preempted == 0 or passed.since[0] < run.slots[run.preempted[0]].preempted_step
-                ):
+                if tried == 0 and _was_passed_before(state):
                     counts.last_entered_step = int(now)
                 take_aside(passed, tried)
                 if not _begin(state, request, COMPUTE_END, True, now):
@@ -137,6 +135,13 @@ def _due(state: SchedulerState, now: float) -> int:
         return _PASSED_DUE
     alone = preempted_due + steering.preempted_waits_alone - steering.preempted_waits
     return _PREEMPTED_DUE if alone > now else _PREEMPTED_OVERDUE
+
+
+@compiled
+def _was_passed_before(state: SchedulerState) -> bool:
+    """Tell whether the first that was passed over has waited longer than the first that was preempted, if any was."""
+    run, since = state.run, state.passed.since[0]
+    return bool(run.counts[0].preempted == 0 or since < run.slots[run.preempted[0]].preempted_step)
 
 
 @compiled
