@@ -6,8 +6,10 @@ at least, each with a read of the weights. A step decodes no more rows than may 
 more tokens of answers than it has room for.
 
 Splits are taken in the order of their bounds and simulated, until the next bound is worse than the two best that were
-simulated. So the best and the runner-up are those of all splits, and few are simulated. Rows beyond `MOST_SIMULATED`
-are not simulated: then bounds decide.
+simulated. So the best and the runner-up are those of all splits, and few are simulated. Of more than `MOST_SIMULATED`
+rows, and of a job of which some rows were read, a sample is simulated on one copy. What more rows add is what the
+second half of the sample adds: the end of a job comes once. Bounds alone would not do: where a copy has little room
+for KV a job takes many times as long.
 
 What is better costs less, where offers have a price, else it ends sooner.
 """
@@ -32,6 +34,7 @@ from llmbatch.simulation.replicas import simulate_workload
 from llmbatch.simulation.splits import Split
 
 MOST_SIMULATED: Final = 20_000  # rows; simulating more takes longer than a forecast may
+_SAMPLED: Final = 2_000  # rows of a larger job, for each split
 _ON_DEVICES: Final = 2048  # rows in flight of a copy, as jobs on a GPU have by default
 
 
@@ -44,7 +47,7 @@ class SearchedSplit:
     data_parallel: int
     weights: Literal["resident", "host"]  # host: they come from its memory
     kv: KVPlace  # host: it holds keys and values, and attends
-    seconds: float | None  # simulated; None where its bound was enough
+    seconds: float | None  # simulated, of a large job by a sample; None where its bound was enough
     seconds_least: float  # by the bound
     dollars: float | None  # of these seconds, simulated or least; None without a price
     binding: str  # "compute", "memory", "weights" or "longest row"
@@ -82,8 +85,8 @@ def search(
     """Search for the best split, and return all of them: those that were simulated first, the best before others.
 
     Rows answer `output` int32 [rows] tokens, which the scheduler does not know. The job has `times` as many rows as the
-    workload, of which it is a sample; a job that is not whole is not simulated. A split whose copy has no room for a
-    row is left out. Raises ParameterError where none is left.
+    workload, of which it is a sample. A split whose copy has no room for a row is left out. Raises ParameterError where
+    none is left.
     """
     bounds = [
         _bound_of(workload, output, split, scheduling, times) for split in splits if _holds(split, workload, output)
@@ -101,12 +104,15 @@ def search(
     bounds.sort(key=lambda one: worth(one.split, one.seconds))
     simulated: list[tuple[float, SearchedSplit]] = []
     rest: list[SearchedSplit] = []
-    whole = times == 1.0 and 0 < len(workload.tree) <= MOST_SIMULATED
+    whole = times == 1.0 and len(workload.tree) <= MOST_SIMULATED
     for bound in bounds:
         split = bound.split
         enough = len(simulated) > 1 and worth(split, bound.seconds) >= sorted(best for best, _ in simulated)[1]
-        if whole and not enough:
-            seconds = _simulated(workload, output, split, scheduling)
+        if len(workload.tree) and not enough:
+            if whole:
+                seconds = _simulated(workload, output, split, scheduling, copies=split.data_parallel)
+            else:
+                seconds = max(bound.seconds, _by_sample(workload, output, split, scheduling, times))
             simulated.append((worth(split, seconds), _told(bound, seconds)))
         else:
             rest.append(_told(bound, None))
@@ -165,7 +171,32 @@ def _bound_of(
     return _Bound(split, *max(bounds, key=lambda bound: bound[0]))
 
 
-def _simulated(workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling) -> float:
+def _by_sample(
+    workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling, times: float
+) -> float:
+    """Return the seconds of a copy's part of a job by the clock, which has `times` as many rows as the workload.
+
+    They are those of a sample, and of more rows like its second half.
+    """
+
+    def of_rows(count: int) -> float:
+        kept = np.zeros(len(workload), np.bool_)
+        kept[workload.tree.rows[np.linspace(0, len(workload.tree) - 1, count).astype(np.int64)]] = True
+        sample = replace(workload, tree=workload.tree.select(kept))
+        return _simulated(sample, output, split, scheduling, copies=1)
+
+    rows = max(1.0, times * len(workload.tree) / split.data_parallel)
+    most = min(_SAMPLED, len(workload.tree))
+    if rows <= most:
+        return of_rows(round(rows))
+    seconds = of_rows(most)
+    more = rows - most
+    return seconds + max(0.0, seconds - of_rows(most // 2)) * more / (most - most // 2) if most > 1 else seconds * rows
+
+
+def _simulated(
+    workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling, *, copies: int
+) -> float:
     """Return the seconds of a split by the clock, of which no more copies run than there are rows."""
     most = Fit.of(workload.tree.lengths, workload.max_tokens, split.pool).max_tokens
     known = np.minimum(workload.known, most)
@@ -178,7 +209,7 @@ def _simulated(workload: Workload, output: NDArray[np.int32], split: Split, sche
         split.cost,
         split_for(split.pool, fitted).at_most(pages),
         split.scheduling(scheduling),
-        replicas=min(split.data_parallel, len(workload.tree)),
+        replicas=min(copies, len(workload.tree)),
         known=False,
     )
     return found.report.seconds
