@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model import config
 from llmbatch.engine.model.loader import load_model
 from llmbatch.engine.model.quantised import dequantise
 from llmbatch.engine.model.quantised.dequantise import QuantisedWeight
@@ -124,7 +125,8 @@ def test_large_weights_are_computed_some_rows_at_a_time(name: str, monkeypatch: 
     assert sorted(sizes)[-3:] == [16 * 40] * 3
 
 
-def test_the_user_is_told_what_the_weights_are(tmp_path: Path) -> None:
+def test_the_user_is_told_what_the_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "type_here", lambda asked: (asked, ()))  # whatever this processor has
     quantised, _ = quantise_folder(tiny_model_folder(tmp_path / "model", "llama"), tmp_path, LAYOUT["AWQ"])
     assert load_model(quantised, dtype="bfloat16", platform=HOST).notes == (
         "weights are AWQ (4 bits) in their files and bfloat16 in memory, where they take about 4 times the room.",

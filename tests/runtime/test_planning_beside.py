@@ -183,14 +183,19 @@ def test_an_engine_that_dies_while_a_window_is_planned_loses_no_row() -> None:
 
 
 def test_what_planning_raises_is_raised_by_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = threading.Event()
+
     def fail(*_: Any) -> None:
+        failing.set()
         raise MemoryError("no room for a tree")
 
     monkeypatch.setattr(PreparedShard, "planned", fail)
     inbox, (one, told) = GuestInbox(), guest([1, 2, 3], 60)
     inbox.put(one)
+    script = Script(inbox)
+    script.after_each = lambda: None if failing.wait(60.0) else pytest.fail("nothing was planned")
     with pytest.raises(MemoryError, match="no room for a tree"):
-        opened(Engines(), Script(inbox), inbox).run(Listed([window_of([[5, 6]], [3])]))
+        opened(Engines(), script, inbox).run(Listed([window_of([[5, 6]], [3])]))
     assert told.end is not None
     assert told.end.error is not None
 
