@@ -16,15 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from llmbatch.choices import DType
-from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.linear import pack_linears
-from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.cpu.platform import HOST, OPS
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Packed, Platform
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
@@ -52,23 +50,9 @@ def _load(config: PretrainedConfig, name: str, dtype: DType, platform: Platform)
         return load_model(str(Path(folder)), dtype=dtype, load_format="dummy", platform=platform)
 
 
-def _step(loaded: LoadedModel, tokens: int) -> CpuAttention:
-    """Make a step of one sequence, in one page."""
-    zero = np.zeros(1, np.int32)
-    return CpuAttention(
-        CpuKVCache(loaded.attention, num_pages=1, page_size=max(_TOKENS), kv_type=loaded.kv_type),
-        tables=zero[None],
-        slots=zero,
-        starts=zero,
-        counts=zero + tokens,
-        token_pages=np.zeros((2, tokens), np.int32),
-        token_offsets=np.arange(tokens, dtype=np.int32),
-    )
-
-
 def _seconds(loaded: LoadedModel, tokens: int) -> float:
     """Time a step of so many tokens."""
-    step = _step(loaded, tokens)
+    step = OPS.probe_step(loaded.attention, loaded.dtype, tokens)
     ids, positions = torch.arange(tokens)[None] % 500, torch.arange(tokens)[None]
     begun = time.perf_counter()
     with torch.inference_mode():

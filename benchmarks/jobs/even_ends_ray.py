@@ -73,7 +73,7 @@ def prepared(folder: str, moves: bool) -> Callable[[], None]:
         from llmbatch.inference.worker import Worker
         from llmbatch.operators.ray import dataset
         from llmbatch.operators.ray.actor import SharedEngine
-        from llmbatch.operators.ray.exchange import RowExchange
+        from llmbatch.operators.ray.lending.exchange import RowExchange
 
         begin, run, load = dataset._Actor.__init__, SharedEngine._run, Worker.load
 

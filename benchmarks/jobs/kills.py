@@ -106,10 +106,12 @@ def questions(rows: int) -> pa.Table:
     return pa.table({"id": range(rows), "prompt": texts})
 
 
-def run_noting(program: str, command: list[str], seconds: float | None) -> tuple[bool, list[list[str]], float]:
-    """Run a program that notes lines in a file, and kill it so many seconds after the first one, if it is not done.
+def run_noting(
+    program: str, command: list[str], seconds: float | None, number: signal.Signals = signal.SIGKILL
+) -> tuple[bool, list[list[str]], float]:
+    """Run a program that notes lines in a file, and signal it so many seconds after the first one, if it is not done.
 
-    Returns whether it was killed, the words of its lines, and the seconds since the first one.
+    Returns whether it ended by the signal `number`, the words of its lines, and the seconds since the first one.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
@@ -121,8 +123,8 @@ def run_noting(program: str, command: list[str], seconds: float | None) -> tuple
             begun = time.perf_counter()
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            killed = process.wait() == -signal.SIGKILL
+            process.send_signal(number)
+            killed = process.wait() in (-number, 128 + number)
         finally:
             process.kill()
             process.wait()

@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from kills import answers, differences, questions
+from kills import answers, differences, questions, run_noting
 from kills_long import COMMAND, run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
@@ -29,31 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 from run import smollm2
 
 MOST = 2.0  # seconds to the end
-STOPPED = 143  # exit status
 
 
 def stop(command: list[str], seconds: float) -> tuple[bool, int, float]:
     """Run a command, stop it so long after its first step; whether it was, its tokens, and seconds to its end."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        process = subprocess.Popen([sys.executable, "-c", COMMAND, str(log), *command])
-        try:
-            while process.poll() is None and not (log.exists() and log.read_bytes()):
-                time.sleep(0.02)
-            asked = time.perf_counter()
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGTERM)
-                asked = time.perf_counter()
-                process.wait()
-            took = time.perf_counter() - asked
-        finally:
-            process.kill()
-            process.wait()
-        if process.returncode not in (0, STOPPED):
-            raise SystemExit(f"the command failed with status {process.returncode}")
-        return process.returncode == STOPPED, sum(int(line) for line in log.read_text().split()), took
+    stopped, noted, took = run_noting(COMMAND, command, seconds, signal.SIGTERM)
+    return stopped, sum(int(tokens) for (tokens,) in noted), took - seconds
 
 
 def main() -> int:

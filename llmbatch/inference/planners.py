@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from llmbatch.arguments import refusal
 from llmbatch.choices import DType, KVDType
 from llmbatch.inference.options import Options
 
-_PLENTY: Final = 1 << 50  # bytes
+_PLENTY: Final = 1 << 50  # bytes of KV, where nothing is kept
 _DECIDED: Final = ("tensor_parallel", "kv", "weights", "weights_memory")
 
 
@@ -37,9 +37,9 @@ def check_undecided(options: Options) -> None:
         raise refusal("plan", "be given where endpoints answer, since they have the devices", "auto")
     if options.engine != "torch":
         raise refusal("plan", f"be given for engine={options.engine!r}, which has no devices", "auto")
-    plain = Options(model=options.model, source=options.source, sampling=options.sampling)
+    plain = {field.name: field.default for field in fields(options)}
     for name in _DECIDED:
-        if getattr(options, name) != getattr(plain, name):
+        if getattr(options, name) != plain[name]:
             raise refusal(name, "be left out where plan is auto, which decides it", getattr(options, name))
 
 

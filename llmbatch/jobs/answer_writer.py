@@ -24,9 +24,9 @@ from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.writing.output import Output
 from llmbatch.io.writing.work_files import WindowFiles
-from llmbatch.jobs.begun_tokens import BegunTokens
 from llmbatch.jobs.part_builder import CompletedWindow, PartBuilder
-from llmbatch.jobs.prior_answers import journal_schema
+from llmbatch.jobs.resuming.begun_tokens import BegunTokens
+from llmbatch.jobs.resuming.prior_answers import journal_schema
 from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop

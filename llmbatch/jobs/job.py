@@ -22,17 +22,17 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
-from llmbatch.jobs.begun_tokens import BegunTokens
 from llmbatch.jobs.command import Command
 from llmbatch.jobs.device_plan import on_planned_devices
-from llmbatch.jobs.fingerprint import fingerprint
 from llmbatch.jobs.job_windows import JobWindows
 from llmbatch.jobs.options import JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.order_gain import order_gain
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
-from llmbatch.jobs.prior_answers import PriorAnswers
-from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
-from llmbatch.jobs.row_keys import check_contents, check_ids, refuse_repeated
+from llmbatch.jobs.resuming.begun_tokens import BegunTokens
+from llmbatch.jobs.resuming.fingerprint import fingerprint
+from llmbatch.jobs.resuming.prior_answers import PriorAnswers
+from llmbatch.jobs.resuming.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
+from llmbatch.jobs.resuming.row_keys import check_contents, check_ids, refuse_repeated
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.openai.answers import FORMS
 from llmbatch.remote.opening import open_worker

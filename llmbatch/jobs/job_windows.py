@@ -14,10 +14,10 @@ from llmbatch.inference.window import Window
 from llmbatch.io.reading.dataset import RowReader
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.io.writing.output import Output
-from llmbatch.jobs.begun_tokens import BegunTokens
-from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
-from llmbatch.jobs.resume import JobState
-from llmbatch.jobs.row_keys import within
+from llmbatch.jobs.resuming.begun_tokens import BegunTokens
+from llmbatch.jobs.resuming.prior_answers import JournalSource, PriorAnswers, keys_of
+from llmbatch.jobs.resuming.resume import JobState
+from llmbatch.jobs.resuming.row_keys import within
 from llmbatch.storage.journal import Journal
 from llmbatch.system.cancel_signal import CancelSignal
 

@@ -19,7 +19,7 @@ from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.simulation.search import search_requests
 from llmbatch.simulation.splits import Offer, splits_of
 
-MOST_PLANNED: Final = 2_000  # rows that are read for a plan; of a larger job bounds alone decide
+MOST_PLANNED: Final = 2_000  # rows that are read for a plan
 
 Config = TypeVar("Config", bound=EngineConfig)
 
@@ -36,8 +36,8 @@ def take_best_split(
 ) -> tuple[Config, str]:
     """Return the config with the best split of the devices of an offer, and a sentence that says which one it is.
 
-    The job has `times` as many rows as there are requests. Without a `host`, keys
-    and values stay on the devices. Raises ParameterError where no split holds the model and its longest row.
+    The job has `times` as many rows as there are requests. Without a `host`, keys and values stay on the devices.
+    Raises ParameterError where no split holds the model and its longest row.
     """
     shape = shape_on_gpus(model, config.dtype, config.kv_cache_dtype)
     allowed = tuple(devices for devices in offer.sharing() if _allows(config, tensor_parallel=devices))

@@ -24,9 +24,9 @@ from llmbatch.inference.answers.assembler import SECONDS_AT_RISK, AnswerSink, Fl
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
-from llmbatch.operators.ray.borrowed import BorrowedRows
 from llmbatch.operators.ray.ledger import MOST_DEATHS
-from llmbatch.operators.ray.loan_client import LoanClient, RowsToLend
+from llmbatch.operators.ray.lending.borrowed import BorrowedRows
+from llmbatch.operators.ray.lending.loan_client import LoanClient, RowsToLend
 from llmbatch.operators.ray.rows_owner import RowsOwner
 from llmbatch.operators.ray.shard_call import Reports, ShardCall
 from llmbatch.operators.ray.shard_queue import ShardQueue

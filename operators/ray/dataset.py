@@ -43,8 +43,8 @@ from llmbatch.operators.ray.device_plan import on_planned_devices
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
-from llmbatch.operators.ray.loan_client import LoanClient
-from llmbatch.operators.ray.place import Place
+from llmbatch.operators.ray.lending.loan_client import LoanClient
+from llmbatch.operators.ray.lending.place import Place
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 from llmbatch.operators.workers import worker_of

@@ -13,9 +13,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from llmbatch.inference.progress import Lines, Silence
-from llmbatch.operators.ray.exchange import RowExchange
 from llmbatch.operators.ray.ledger import Ledger, ShardHistory
-from llmbatch.operators.ray.loans import Beat, NoExchange, Orders
+from llmbatch.operators.ray.lending.exchange import RowExchange
+from llmbatch.operators.ray.lending.loans import Beat, NoExchange, Orders
 
 
 class LedgerActor(Ledger):
@@ -73,7 +73,7 @@ class LedgerReports:
 
 
 class LedgerBeats:
-    """The exchange in the ledger's actor, called and waited for (`llmbatch.operators.ray.loans.LoanExchange`)."""
+    """The exchange in the ledger's actor, called and waited for (`lending.loans.LoanExchange`)."""
 
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger

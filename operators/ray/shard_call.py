@@ -19,7 +19,7 @@ from llmbatch.inference.answers.schema import AnswerSchema, add_answers
 from llmbatch.io.gather import pick
 from llmbatch.operators.ray.in_flight import ROW, InFlightRows
 from llmbatch.operators.ray.ledger import BEGUN, MOST_DEATHS, TOGETHER, ShardHistory, report_schema
-from llmbatch.operators.ray.loans import Loan
+from llmbatch.operators.ray.lending.loans import Loan
 from llmbatch.operators.ray.rows_owner import RowsOwner
 from llmbatch.operators.ray.sharding import occurrences
 from llmbatch.preprocess.request_batch import BegunAnswers

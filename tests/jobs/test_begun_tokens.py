@@ -16,7 +16,7 @@ import pytest
 from llmbatch.errors import DataError, JobStopped
 from llmbatch.inference.window import Window
 from llmbatch.jobs.answer_writer import AnswerWriter
-from llmbatch.jobs.begun_tokens import BegunTokens
+from llmbatch.jobs.resuming.begun_tokens import BegunTokens
 from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.runtime.protocols import Stop
 from llmbatch.storage.location import Location

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from llmbatch.inference.answers.schema import AnswerSchema
-from llmbatch.operators.ray.exchange import LEAST_SECONDS, LONGEST_SILENCE, RowExchange
 from llmbatch.operators.ray.in_flight import ROW
-from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, Orders
+from llmbatch.operators.ray.lending.exchange import LEAST_SECONDS, LONGEST_SILENCE, RowExchange
+from llmbatch.operators.ray.lending.loans import Beat, Loan, LoanAnswers, Orders
 from llmbatch.preprocess.request_batch import BegunAnswers
 
 pytest.importorskip("ray")
-from llmbatch.operators.ray.place import Place
+from llmbatch.operators.ray.lending.place import Place
 
 NOTHING = BegunAnswers(np.empty(0, np.int32), np.empty(0, np.int32), [])
 

@@ -16,18 +16,19 @@ from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.ray import actor, loan_client
+from llmbatch.operators.ray import actor
 from llmbatch.operators.ray.actor import SharedEngine
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import Ledger
-from llmbatch.operators.ray.loan_client import LoanClient
-from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, NoExchange, Orders
+from llmbatch.operators.ray.lending import loan_client
+from llmbatch.operators.ray.lending.loan_client import LoanClient
+from llmbatch.operators.ray.lending.loans import Beat, Loan, LoanAnswers, NoExchange, Orders
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.planning.even_ends import RowsLeft
 from llmbatch.runtime import active_run
 
 pytest.importorskip("ray")
-from llmbatch.operators.ray.place import Place
+from llmbatch.operators.ray.lending.place import Place
 
 
 @pytest.fixture(autouse=True)

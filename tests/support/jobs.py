@@ -25,7 +25,7 @@ from llmbatch.inference.progress import Advance, Silence
 from llmbatch.inference.report import Report
 from llmbatch.inference.window import Window
 from llmbatch.jobs.answer_writer import AnswerWriter
-from llmbatch.jobs.prior_answers import keys_of
+from llmbatch.jobs.resuming.prior_answers import keys_of
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Location

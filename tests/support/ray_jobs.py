@@ -80,8 +80,8 @@ class Job:
 
 def _lend_at_once(_: Any) -> None:
     """Change the exchange in the process of a ledger."""
-    from llmbatch.operators.ray import exchange
-    from llmbatch.operators.ray.place import Place
+    from llmbatch.operators.ray.lending import exchange
+    from llmbatch.operators.ray.lending.place import Place
 
     exchange.LEAST_SECONDS = 0.0  # type: ignore[misc]
     Place.is_apart = lambda self, other: True  # type: ignore[method-assign]

@@ -212,10 +212,10 @@ class CpuOps:
         fused.gate(as_array(x), activation, as_array(out))
 
     def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> CpuAttention:
-        """Make a step of one sequence."""
+        """Make a step of one sequence, in one page."""
         zero, whole = np.zeros(1, np.int32), KVType(str(dtype).removeprefix("torch."), dtype.itemsize)
         return CpuAttention(
-            CpuKVCache(specs, num_pages=1, page_size=16, kv_type=whole),
+            CpuKVCache(specs, num_pages=1, page_size=max(16, tokens), kv_type=whole),
             tables=zero[None],
             slots=zero,
             starts=zero,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmbatch.errors import DataError, RowError
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.jobs.prior_answers import PriorAnswers, keys_of
+from llmbatch.jobs.resuming.prior_answers import PriorAnswers, keys_of
 from llmbatch.preprocess.columns import find_field
 
 _ROWS = 100_000  # read at once

@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.operators.ray.in_flight import InFlightRows
-from llmbatch.operators.ray.loans import Loan, LoanAnswers
+from llmbatch.operators.ray.lending.loans import Loan, LoanAnswers
 from llmbatch.operators.ray.rows_owner import RowsOwner
 
 

@@ -16,10 +16,10 @@ from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.sealed_json import damage, seal, unseal
 from llmbatch.io.writing.output import Output
 from llmbatch.io.writing.work_files import JOB, WindowFiles
-from llmbatch.jobs.fingerprint import difference
 from llmbatch.jobs.options import JobOptions
 from llmbatch.jobs.part_builder import CompletedWindow
-from llmbatch.jobs.prior_answers import JournalSource, PartSource, Source
+from llmbatch.jobs.resuming.fingerprint import difference
+from llmbatch.jobs.resuming.prior_answers import JournalSource, PartSource, Source
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Location
 

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.operators.ray.borrowed import BorrowedRows
 from llmbatch.operators.ray.in_flight import InFlightRows
-from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, LoanExchange, NoExchange, Orders
-from llmbatch.operators.ray.place import Place
+from llmbatch.operators.ray.lending.borrowed import BorrowedRows
+from llmbatch.operators.ray.lending.loans import Beat, Loan, LoanAnswers, LoanExchange, NoExchange, Orders
+from llmbatch.operators.ray.lending.place import Place
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.preprocess.request_batch import BegunAnswers
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.operators.ray.place import Place
+from llmbatch.operators.ray.lending.place import Place
 from llmbatch.preprocess.request_batch import BegunAnswers
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, Orders
-from llmbatch.operators.ray.place import Place
+from llmbatch.operators.ray.lending.loans import Beat, Loan, LoanAnswers, Orders
+from llmbatch.operators.ray.lending.place import Place
 
 LONGEST_SILENCE: Final = 30.0  # seconds, after which an engine counts as dead
 LEAST_SECONDS: Final = 4.0  # that an engine has left when it is asked: to ask, to send and to come back takes some two
@@ -63,7 +63,7 @@ class RowExchange:
         return self._moved
 
     def beat(self, beat: Beat) -> Orders:
-        """Take note of how an engine is; returns what it is to do (`llmbatch.operators.ray.loans.LoanExchange`)."""
+        """Take note of how an engine is; returns what it is to do (`lending.loans.LoanExchange`)."""
         now = self._clock()
         self._forget_the_dead(beat, now)
         engine = self._engines.setdefault(beat.process, _Engine(beat.actor, beat.place))
