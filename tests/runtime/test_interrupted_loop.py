@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmbatch.runtime.loops.interrupted_loop
+from llmbatch.compilation.decorators import as_python
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.recorded import RecordedEngine
+from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.runtime.stream import Stream
@@ -164,6 +166,26 @@ def test_a_step_beside_a_guest_that_decodes_has_a_part_of_the_bound() -> None:
     beside = [within for within in loads if within < 100.0]
     assert len(beside) == 2, "its second and its third token"
     assert max(beside) <= 48.0
+
+
+def test_each_step_that_computes_a_part_of_a_prompt_counts_as_one_that_guests_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inbox, (one, told), waits = GuestInbox(), guest([1] * 1000, 3), list[bool]()
+    few = as_python(step_seconds)(COST.rates, 4.0, 400, 12, 0.0, 1000.0)  # for 400 tokens
+
+    def short_steps(gaps: TokenGaps, now: float, *, wait: bool) -> float:
+        waits.append(wait)
+        return few
+
+    monkeypatch.setattr(TokenGaps, "step_seconds", short_steps)
+    monkeypatch.setattr(TokenGaps, "room", lambda gaps, now: 0.0)
+    engine = Layered({(7, 2): lambda: inbox.put(one)})
+    opened(engine, Script(inbox), inbox, latency=Latency(100.0, 4.0, prompts_apart=True)).run(Listed([job()]))
+    assert told.tokens == [0] * 3
+    parts = [(step.counts[step.num_decodes :] > 20).any() for step in engine.whole[7:]]
+    assert sum(parts) > 1
+    assert waits[7:] == parts
 
 
 def test_a_prompt_longer_than_a_step_waits_for_the_job_s_next_one() -> None:

@@ -30,7 +30,8 @@ from llmbatch.engine.base import Engine, InterruptibleEngine
 from llmbatch.runtime.loops.pipelined_loop import PipelinedLoop, drive
 from llmbatch.runtime.loops.step_loop import EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.runtime.protocols import EngineObserver
-from llmbatch.scheduler.beside.held_steps import TokenGaps, corrected, guests_run, guests_wait, keep_within
+from llmbatch.scheduler.beside.guest_steps import guest_prompts_wait
+from llmbatch.scheduler.beside.held_steps import TokenGaps, corrected, guests_run, keep_within
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 
@@ -83,7 +84,7 @@ class InterruptedLoop(SerialLoop):
     def _decide(self, scheduler: Scheduler, now: float) -> Step:
         """Decide the next step: one of prompts, if steps have no bound, guests wait, and the one before had others."""
         before, self._alone = self._alone, False
-        keep_within(scheduler.state, self._gaps.step_seconds(now, wait=guests_wait(scheduler.state)))
+        keep_within(scheduler.state, self._gaps.step_seconds(now, wait=guest_prompts_wait(scheduler.state)))
         if not (before or self._gaps.bounded) and scheduler.has_others:
             step = scheduler.decide_prompts(now)
             if step is not None:

@@ -6,7 +6,8 @@ for the rest of the step, and for all of the next one. Where steps have a bound 
 Three rules keep it, as far as steps take what is predicted:
 
 - A step beside guests that decode takes `_SHARE` of the time until the first of them is due, S at most. The rest is
-  left for prompts that may arrive. Where prompts of guests wait already, the step may take all of that time.
+  left for prompts that may arrive. Where prompts of guests wait already, or are computed in part, the step may take all
+  of that time.
 - A prompt may hold the step if afterwards the rest of the step fits that time, and if, of who had a first token
   meanwhile, none waits longer than until then and `_LEAST` S more.
 - The next step takes the share of what these have left, `_LEAST` S at least.
@@ -47,7 +48,7 @@ class TokenGaps:
     def step_seconds(self, now: float, *, wait: bool) -> float:
         """Return the most seconds of a step that begins now; infinite where it may take any.
 
-        `wait` says whether prompts of guests wait for it.
+        `wait` says whether guests wait for their first tokens.
         """
         if not self.bounded:
             return math.inf
@@ -79,11 +80,6 @@ class TokenGaps:
 def keep_within(state: SchedulerState, seconds: float) -> None:
     """Have the next step that is decided take at most so many seconds, also where steps have a longer bound."""
     state.guests.counts[0].within = seconds
-
-
-def guests_wait(state: SchedulerState) -> bool:
-    """Tell whether any guest has arrived and was not admitted."""
-    return bool(state.guests.counts[0].waiting > 0)
 
 
 def guests_run(state: SchedulerState) -> bool:
