@@ -15,7 +15,7 @@ from llmbatch.operators.ray.lending.loans import Beat, Loan, LoanAnswers, Orders
 from llmbatch.preprocess.request_batch import BegunAnswers
 
 pytest.importorskip("ray")
-from llmbatch.operators.ray.lending.place import Place
+from llmbatch.operators.ray.lending.place import Place, computing_units
 
 NOTHING = BegunAnswers(np.empty(0, np.int32), np.empty(0, np.int32), [])
 
@@ -81,6 +81,25 @@ def test_places_of_two_nodes_are_apart() -> None:
     assert Place("a", frozenset({"core 0"})).is_apart(Place("b", frozenset({"core 0"})))
     assert Place("a", frozenset({"core 0"})).is_apart(Place("a", frozenset({"core 1"})))
     assert not Place("a", frozenset({"core 0", "core 1"})).is_apart(Place("a", frozenset({"core 1"})))
+
+
+def units(**about: Any) -> frozenset[str]:
+    """What an actor of one reserved core of two computes on."""
+    given: dict[str, Any] = {"actor": "a", "reserved": 1.0, "promised": 2.0, "cores": range(2), "threads": "1"}
+    return computing_units({}, **given | about)
+
+
+def test_actors_that_reserve_cores_are_apart_without_being_pinned() -> None:
+    assert not units() & units(actor="b")
+
+
+@pytest.mark.parametrize("about", [{"reserved": 0.5}, {"promised": 3.0}, {"threads": "2"}, {"threads": ""}])
+def test_cores_that_others_may_use_as_well_are_shared(about: dict[str, Any]) -> None:
+    assert units(**about) == {"core 0", "core 1"}
+
+
+def test_actors_with_devices_compute_there() -> None:
+    assert computing_units({"GPU": ["3"]}, actor="a", reserved=1.0, promised=2.0, cores=[0], threads="1") == {"GPU 3"}
 
 
 def test_who_ends_in_a_moment_or_does_not_know_when_is_not_asked(actors: Actors) -> None:
