@@ -36,7 +36,7 @@ def test_rows_are_answered_by_an_endpoint_and_its_actor_needs_no_core_and_no_tor
     with serving(model=model, state_dir=tmp_path / "state", **MODEL) as client:
         beside: Any = LLMOperator(**asked, beside=str(client.base_url))
 
-        class Witness(beside):  # type: ignore[misc, valid-type]
+        class Witness(beside):  # type: ignore[misc]
             """Says with each row what its actor has reserved, and how many rows it was called with."""
 
             def __call__(self, batch: pa.Table) -> pa.Table:
