@@ -122,6 +122,19 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_model(str(tmp_path / "tiny.gguf")) == folder
 
 
+def test_what_another_conversion_made_of_a_gguf_file_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    write_gguf(gguf, tmp_path / "tiny.gguf")
+    before = resolve_model(str(tmp_path))
+    monkeypatch.setattr(checkpoints, "_CONVERSION", checkpoints._CONVERSION + 1)
+    after = resolve_model(str(tmp_path))
+    assert after != before
+    assert Path(before).is_dir()
+
+
 def test_a_conversion_goes_on_where_its_job_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))

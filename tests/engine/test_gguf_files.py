@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model import gguf_files
 from llmbatch.engine.model.checkpoints import no_progress_bars, resolve_model
 from llmbatch.engine.model.gguf_files import ARCHITECTURES, TYPES, convert
+from llmbatch.engine.model.loader import load_model
 from llmbatch.errors import ModelError
 from llmbatch.system.cache import cache_folder
 from tests.support.gguf_files import write_gguf, write_metadata, write_tensors
@@ -111,6 +114,79 @@ def test_a_weight_is_let_go_of_before_the_next_one_is_read(tmp_path: Path) -> No
     weights = [gguf_files._Weight(name, (2, 3), [], {name: (2, 3)}) for name in "abc"]
     assert gguf_files._write_weights(tmp_path / "model.safetensors", weights, read, torch.float32)
     assert {name: tensor[0, 0].item() for name, tensor in tensors(tmp_path).items()} == {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"type": "linear", "factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+        ),
+        ({"type": "none", "original_context_length": 64, "attn_factor": 1.0}, {"rope_type": "default"}),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_rope_is_scaled_as_metadata_say(
+    tmp_path: Path, architecture: str, rope: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """In layers of full attention, where others have windows: as in Gemma 3."""
+    write_gguf(gguf, tmp_path / "m.gguf", architecture, rope=rope)
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    found = AutoConfig.from_pretrained(tmp_path / "ours").get_text_config().rope_parameters
+    if architecture == "gemma3":
+        assert found["sliding_attention"]["rope_type"] == "default"
+        found = found["full_attention"]
+    assert found == {"rope_theta": 10000.0, **expected}
+
+
+def test_a_tensor_of_divisors_gives_the_frequencies_of_llama_3(tmp_path: Path) -> None:
+    """Files of Llama 3.1 have such a tensor, and nothing else tells how their rope is scaled."""
+    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, **scaled}
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    divisors = 10000.0 ** (-torch.arange(4) / 4) / expected
+    write_gguf(gguf, tmp_path / "m.gguf", divisors=divisors.numpy())
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    loaded = load_model(str(tmp_path / "ours"), platform=HOST)
+    rotary = loaded.module.get_submodule("model.rotary_emb")
+    torch.testing.assert_close(rotary.inv_freq, expected)
+    assert rotary.attention_scaling == 1.0
+    assert loaded.context_length == 128
+    assert not any("rotary" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("rope", "tensors", "part"),
+    [
+        ({"type": "longrope", "factor": 4.0}, [], "llama.rope.scaling.type = longrope"),
+        ({"type": "linear", "factor": 4.0, "alpha": 2.0}, [], "llama.rope.scaling.alpha = 2.0"),
+        ({"attn_factor": 1.5}, [], "llama.rope.scaling.attn_factor = 1.5"),
+        ({"type": "linear"}, [], "llama.rope.scaling.type = linear without llama.rope.scaling.factor"),
+        (
+            {"type": "yarn", "factor": 4.0},
+            [],
+            "llama.rope.scaling.type = yarn without llama.rope.scaling.original_context_length",
+        ),
+        ({}, ["rope_factors_long.weight"], "the tensor rope_factors_long.weight"),
+        (
+            {"type": "linear", "factor": 4.0},
+            ["rope_freqs.weight"],
+            "by metadata as linear, and by the tensor rope_freqs.weight",
+        ),
+    ],
+)
+def test_rope_that_is_scaled_in_another_way_is_refused_by_its_key(
+    tmp_path: Path, rope: dict[str, Any], tensors: list[str], part: str
+) -> None:
+    write_metadata(gguf, tmp_path / "m.gguf", "llama", tensors, rope)
+    assert refusal(tmp_path / "m.gguf") == (
+        f"model FILE uses scaled rope ({part}), which is not supported: rope of GGUF files is scaled as linear or yarn "
+        f"by a factor, or by a tensor rope_freqs; {FOLDER}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,19 @@ _METADATA: Final[dict[str, Any]] = {
 
 
 def write_gguf(
-    gguf: Any, path: Path, architecture: str = "llama", *, element: str = "float32", tied: bool = False
+    gguf: Any,
+    path: Path,
+    architecture: str = "llama",
+    *,
+    element: str = "float32",
+    tied: bool = False,
+    rope: dict[str, Any] | None = None,
+    divisors: Any = None,
 ) -> None:
     """Write a model of two layers and a byte-level tokenizer.
 
-    `element` is a type of numpy, or bfloat16: float32 whose numbers bfloat16 holds.
+    `element` is a type of numpy, or bfloat16: float32 whose numbers bfloat16 holds. `rope` are metadata of scaled rope,
+    `divisors` the tensor of its frequencies.
     """
     described = path.with_suffix(".metadata")
     write_metadata(gguf, described, architecture, [] if tied else ["output.weight"])
@@ -58,12 +66,17 @@ def write_gguf(
         shape = _shape(architecture, name, tuple(model.state_dict()[weight].shape))
         suffix = ".weight" if name.endswith("_exps") else ""  # which no weight has that is all experts'
         tensors[name + suffix] = torch.randn(shape, generator=generator)
-    write_tensors(gguf, path, architecture, {name: _numbers(tensor, element) for name, tensor in tensors.items()})
+    numbers = {name: _numbers(tensor, element) for name, tensor in tensors.items()}
+    if divisors is not None:
+        numbers["rope_freqs.weight"] = divisors
+    write_tensors(gguf, path, architecture, numbers, rope)
 
 
-def write_metadata(gguf: Any, path: Path, architecture: str, tensors: list[str] | None = None) -> None:
+def write_metadata(
+    gguf: Any, path: Path, architecture: str, tensors: list[str] | None = None, rope: dict[str, Any] | None = None
+) -> None:
     """Write a file of metadata, with a number in each of these tensors."""
-    write_tensors(gguf, path, architecture, {name: np.zeros(1, np.float32) for name in tensors or ()})
+    write_tensors(gguf, path, architecture, {name: np.zeros(1, np.float32) for name in tensors or ()}, rope)
 
 
 def _numbers(tensor: torch.Tensor, element: str) -> Any:
@@ -83,14 +96,19 @@ def _shape(architecture: str, name: str, shape: tuple[int, ...]) -> tuple[int, .
     return shape
 
 
-def write_tensors(gguf: Any, path: Path, architecture: str, tensors: dict[str, Any]) -> None:
-    """Write a file of metadata and these tensors."""
+def write_tensors(
+    gguf: Any, path: Path, architecture: str, tensors: dict[str, Any], rope: dict[str, Any] | None = None
+) -> None:
+    """Write a file of metadata, `rope` among them as those of scaled rope, and these tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     known: Any = GGUF_CONFIG_MAPPING.get(_NAMES.get(architecture, architecture), {})
     for name in known:
         if name in _METADATA:
             value = _METADATA[name]
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{name}", value)
+    for name, value in (rope or {}).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{architecture}.rope.scaling.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"])
     writer.add_token_types([3, 3, 3] + [1] * 257)

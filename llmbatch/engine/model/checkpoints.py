@@ -19,6 +19,7 @@ from llmbatch.system.processes import start_beside
 ModelFiles = tuple[tuple[str, list[int]], ...]  # of each its name, and metadata that changes with it
 
 _HUB_SECONDS: Final = 8.0
+_CONVERSION: Final = 2  # of GGUF files: another number where a file gives another folder than before
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 _MADE_OF: Final = ("config.json", "*.py", "*.index.json", *_WEIGHTS)
@@ -101,7 +102,7 @@ def _identity(file: Path) -> str:
 
 
 def _converted(file: Path, meanwhile: Callable[[], None]) -> Path:
-    target = cache_folder() / "gguf" / f"{file.stem}-{_identity(file)}"
+    target = cache_folder() / "gguf" / f"{file.stem}-{_identity(file)}-{_CONVERSION}"
     if target.is_dir():
         return target
     if find_spec("gguf") is None:

@@ -27,6 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import check_runs
+from llmbatch.engine.model.gguf_rope import scale_rope
 from llmbatch.engine.model.refusals import unsupported
 from llmbatch.errors import ModelError
 
@@ -81,15 +82,16 @@ def main(source: str, target: str) -> None:
 def convert(file: Path, target: Path) -> None:
     """Write a GGUF file as a transformers folder, in bfloat16 if that loses nothing, else in float32.
 
-    It is the folder that transformers would save, but for the order of weights. Raises ModelError, before any tensor is
-    read, where the model or its types are not supported or some of its weights are not in the file.
+    It is the folder that transformers would save, but for the order of weights, and scaled rope (`gguf_rope`). Raises
+    ModelError, before any weight is read, where the model or its types are not supported or some of its weights are not
+    in the file.
     """
     import gguf
 
     with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):  # one bar knows no switch
         reader = gguf.GGUFReader(str(file))
         architecture = str(reader.fields["general.architecture"].contents())
-        config = _supported_config(file, architecture)
+        config = _supported_config(file, architecture, reader)
         _check_types(file, reader.tensors)
         with torch.device("meta"):
             untyped: Any = AutoModelForCausalLM
@@ -114,7 +116,7 @@ def _unreadable(file: Path, reason: str) -> ModelError:
     return ModelError(f"GGUF file {str(file)!r} cannot be read: {reason}")
 
 
-def _supported_config(file: Path, architecture: str) -> PretrainedConfig:
+def _supported_config(file: Path, architecture: str, reader: Any) -> PretrainedConfig:
     """Read the config of a file's model. Raises ModelError where such a model does not run, or cannot be converted."""
     supported = f"architectures of GGUF files are {', '.join(ARCHITECTURES)}"
     refusal = unsupported(str(file), f"the architecture {architecture!r}", supported, _SAFETENSORS)
@@ -124,6 +126,7 @@ def _supported_config(file: Path, architecture: str) -> PretrainedConfig:
         if architecture in ARCHITECTURES:
             raise
         raise refusal from error
+    scale_rope(file, reader, config)
     check_runs(str(file), config)
     if architecture not in ARCHITECTURES:
         raise refusal
