@@ -114,8 +114,10 @@ def default_of(keyword: Keyword) -> str:
 def families() -> str:
     """List the families of models that are tested."""
     table = tested()["TABLE"].values()
-    rows = ["| models | tested beside that | fused | KV of one token |", "|---|---|---|---|"]
-    rows += [f"| {family.models} | {family.tested} | {family.fused} | {kv_of(family.known)} |" for family in table]
+    rows = ["| models | tested beside that | fused | one loop | KV of one token |", "|---|---|---|---|---|"]
+    for family in table:
+        loop = "yes" if family.one_loop else ""
+        rows.append(f"| {family.models} | {family.tested} | {family.fused} | {loop} | {kv_of(family.known)} |")
     return "\n".join(rows)
 
 

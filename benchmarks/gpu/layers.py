@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from gpu.harness.stage import Stage
 from gpu.kernels import PAGE, spec_of
 from llmbatch.engine.model.fusion.layers import FusedLayer
-from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, join_products
+from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, Rotation, join_products
 from llmbatch.kernels.spec import SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 
@@ -95,7 +95,7 @@ def fused_layer(stage: Stage, original: LlamaDecoderLayer) -> FusedLayer:
     for name in ("input_layernorm", "post_attention_layernorm"):
         norm = getattr(parts, name)
         setattr(parts, name, FusedNorm(norm.weight, norm.variance_epsilon, pieces))
-    parts.self_attn = FusedAttention(parts.self_attn, spec_of(stage), halves=False)
+    parts.self_attn = FusedAttention(parts.self_attn, spec_of(stage), Rotation.WHOLE)
     parts.mlp = FusedMLP(parts.mlp, SILU, pieces)
     join_products(parts)
     return FusedLayer(parts)

@@ -177,6 +177,18 @@ def _leave_branch(
 
 
 @compiled(nogil=True, counted=False)
+def _normalize_together(layers: Any, layer: int, packed: Any, first: int, end: int) -> None:
+    """Apply RMSNorm to all queries of a row together, and to all its keys, in the rows [first, end), where it is so."""
+    queries, keys = layers.query_norms_together[layer], layers.key_norms_together[layer]
+    begin = layers.query_heads * layers.width
+    for i in range(first, end):
+        if queries.size > 0:
+            normalize_row(packed[i], queries, np.float32(layers.epsilon), packed[i])
+        if keys.size > 0:
+            normalize_row(packed[i, begin:], keys, np.float32(layers.epsilon), packed[i, begin:])
+
+
+@compiled(nogil=True, counted=False)
 def _move_wanted(step: Any, query_columns: int, buffers: Any, team: Any) -> None:
     """Move the residuals and the queries of wanted rows to the front; each worker does so in columns of its own."""
     residual, packed, wanted = buffers.residual, buffers.packed, step.wanted
@@ -239,6 +251,7 @@ def _run_share(
         own, own_tables = (window_memory, window_tables) if kind else (memory, tables)
         pages = Pages(own[place], layers.width, page_size)
         begin, last = share_of(buffers.packed.shape[0], worker, workers)
+        _normalize_together(layers, layer, buffers.packed, begin, last)
         rotate_and_store_rows(
             buffers.packed, begin, last, layers.query_heads, step.cosine[angles], step.sine[angles], step.turns,
             layers.query_norms[layer], layers.key_norms[layer], layers.epsilon, step.token_pages[kind],

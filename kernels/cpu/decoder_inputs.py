@@ -24,6 +24,8 @@ class Layers(NamedTuple):
     has_norm: NDArray[np.bool_]  # [4]
     query_norms: NDArray[np.float32]  # [layers, width of a head, or 0]
     key_norms: NDArray[np.float32]  # [layers, width of a head, or 0]
+    query_norms_together: NDArray[np.float32]  # [layers, elements of all heads of queries, or 0]
+    key_norms_together: NDArray[np.float32]  # [layers, elements of all heads of keys, or 0]
     epsilon: float
     windows: NDArray[np.int64]  # [layers]
     scales: NDArray[np.float32]  # [layers]

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 VOCABULARY = 260  # the 256 bytes, then <bos>, <eos>, <pad>, <sep>
 BOS, EOS, PAD = 256, 257, 258
 WINDOW, CHUNK = 12, 16
+WHOLE = "attention, MLP, norms"  # a layer all of whose parts are replaced
 
 _TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -88,9 +89,14 @@ class Family:
     config: Callable[[], PretrainedConfig]
     known: Known | None = None
     tested: str = ""  # beside what is tested in every family
-    fused: str = "attention, MLP, norms"  # parts of the tiny model that the processor's kernels replace
+    fused: str = WHOLE  # parts of the tiny model that the processor's kernels replace
     norms_add_one: bool = False
     seed: int = 0  # of weights whose greedy answers have no tie
+
+    @property
+    def one_loop(self) -> bool:
+        """Whether one compiled loop runs all layers on a processor."""
+        return self.fused == WHOLE and "experts" not in self.tested
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +326,6 @@ TABLE: dict[str, Family] = {
         _make("Phi3Config", sliding_window=WINDOW),
         Known("Phi-4", 40, 10, 128),
         "windows",
-        fused="norms",
     ),
     "phi3_long": Family(
         "Phi 3 with long contexts, Phi 4 mini",
@@ -335,7 +340,6 @@ TABLE: dict[str, Family] = {
         ),
         Known("Phi-4-mini", 32, 8, 128),
         "rope of type longrope within the original context, partial rope",
-        fused="norms",
     ),
     "phimoe": Family(
         "Phi 3.5 MoE",
@@ -350,17 +354,19 @@ TABLE: dict[str, Family] = {
         _make("Olmo2Config"),
         Known("OLMo-2-7B", 32, 32, 128),
         "norms of all queries together",
-        fused="MLP, norms",
     ),
     "olmo3": Family(
         "OLMo 3",
         _make("Olmo3Config", sliding_window=WINDOW, layer_types=_MIXED),
         Known("OLMo-3-7B", 32, 32, 128, windows=24),
         "alternating windows",
-        fused="MLP, norms",
     ),
     "olmoe": Family(
-        "OLMoE", _make("OlmoeConfig", **_EXPERTS), Known("OLMoE-1B-7B", 16, 16, 128), "experts", fused="norms"
+        "OLMoE",
+        _make("OlmoeConfig", **_EXPERTS),
+        Known("OLMoE-1B-7B", 16, 16, 128),
+        "experts",
+        fused="attention, norms",
     ),
     "granite": Family(
         "Granite",
@@ -404,7 +410,6 @@ TABLE: dict[str, Family] = {
         _make("SmolLM3Config", no_rope_layers=[1, 0, 1]),
         Known("SmolLM3-3B", 36, 4, 128),
         "NoPE layers",
-        fused="attention in 2 of 3 layers, MLP, norms",
     ),
     "gpt_oss": Family(
         "gpt-oss",
@@ -443,10 +448,18 @@ TABLE: dict[str, Family] = {
         fused="MLP, norms",
     ),
     "glm": Family(
-        "GLM-4 (2024)", _make("GlmConfig", head_dim=16), Known("GLM-4-9B", 40, 2, 128), "partial rope", fused="norms"
+        "GLM-4 (2024)",
+        _make("GlmConfig", head_dim=16),
+        Known("GLM-4-9B", 40, 2, 128),
+        "partial rope",
+        fused="MLP, norms",
     ),
     "glm4": Family(
-        "GLM-4", _make("Glm4Config", head_dim=16), Known("GLM-4-9B-0414", 40, 2, 128), "partial rope", fused="norms"
+        "GLM-4",
+        _make("Glm4Config", head_dim=16),
+        Known("GLM-4-9B-0414", 40, 2, 128),
+        "partial rope",
+        fused="MLP, norms",
     ),
     "glm4_moe": Family(
         "GLM-4.5, GLM-4.6",
@@ -460,7 +473,7 @@ TABLE: dict[str, Family] = {
         _make("Cohere2Config", sliding_window=WINDOW, layer_types=_MIXED),
         Known("Command-R7B", 32, 8, 128, windows=24),
         "alternating windows, NoPE layers",
-        fused="MLP",
+        fused="attention in 1 of 3 layers, MLP",
     ),
     "starcoder2": Family(
         "StarCoder 2",
@@ -505,7 +518,6 @@ TABLE: dict[str, Family] = {
         _make("Exaone4Config", sliding_window=WINDOW, layer_types=_MIXED),
         Known("EXAONE-4.0-32B", 64, 8, 128, windows=48),
         "alternating windows, NoPE layers",
-        fused="attention in 2 of 3 layers, MLP, norms",
     ),
     "seed_oss": Family("Seed-OSS", _make("SeedOssConfig", head_dim=16), Known("Seed-OSS-36B", 64, 8, 128)),
     "apertus": Family(
@@ -516,7 +528,7 @@ TABLE: dict[str, Family] = {
         _make("MiniMaxM2Config", head_dim=16, **_LOCAL),
         Known("MiniMax-M2", 62, 8, 128),
         "norms of all queries together, experts",
-        fused="norms",
+        fused="attention, norms",
     ),
     "gpt_neox": Family(
         "GPT-NeoX, Pythia",

@@ -18,7 +18,7 @@ from llmbatch.engine.cpu.layer_weights import describe_layers, pack_layers
 from llmbatch.engine.cpu.linear import PackedLinear, row_type
 from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.cpu.streamed_layers import StreamedLayers
-from llmbatch.engine.model.fusion.modules import FusedNorm
+from llmbatch.engine.model.fusion.modules import FusedNorm, Rotation
 from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.blocks import SEQUENCE, join_blocks
@@ -99,7 +99,7 @@ class Decoder:
         self._streamed, self._sums = streamed, sums
         self.streamed_weights = None if streamed is None else streamed.open()
         self._hidden = self._packed[0][QKV].width
-        self._halves = parts[0].attention.halves
+        self._rotations = [part.attention.rotation for part in parts]
         self._layers = describe_layers(parts, specs, self._packed)
         self._around = around
         nothing = np.empty((0, self._hidden), self._element)
@@ -238,21 +238,18 @@ class Decoder:
         return layer_step, _pair(tables)
 
     def _turns(self, position_embeddings: list[Angles], tokens: int) -> _Turns:
-        """Collect the angles that layers were given."""
-        kinds = {id(pair): pair for pair in position_embeddings}
+        """Collect the angles that layers were given, those by which they rotate."""
+        both = list(zip(self._rotations, position_embeddings, strict=True))
+        given = [None if rotation is Rotation.NONE else pair for rotation, pair in both]
+        kinds = {id(pair): rotation.angles(pair) for rotation, pair in zip(self._rotations, given, strict=True)}
         places = {key: place for place, key in enumerate(kinds)}
         rotating = next((pair for pair in kinds.values() if pair is not None), None)
         if rotating is None:
             cosine = sine = torch.empty(1, tokens, 0, dtype=self._dtype)
         else:
             unrotated = torch.ones_like(rotating[0]), torch.zeros_like(rotating[1])
-            cosine, sine = (
-                torch.stack(
-                    [torch.cat(((pair or unrotated)[side][0],) * (1 + self._halves), -1) for pair in kinds.values()]
-                )
-                for side in range(2)
-            )
-        of_layers = np.array([places[id(pair)] for pair in position_embeddings], np.int64)
+            cosine, sine = (torch.stack([(pair or unrotated)[side][0] for pair in kinds.values()]) for side in range(2))
+        of_layers = np.array([places[id(pair)] for pair in given], np.int64)
         return _Turns(as_array(cosine), as_array(sine), np.arange(tokens), of_layers)
 
     def _turns_at(self, positions: NDArray[np.int64]) -> _Turns:

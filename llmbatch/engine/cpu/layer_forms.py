@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm
+from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, Rotation
 from llmbatch.kernels.spec import AttentionSpec
 
 # Names of norms: before attention, after it, before the MLP, after it.
@@ -63,7 +63,8 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 def alike(parts: list[LayerParts], specs: list[AttentionSpec]) -> bool:
     """Tell whether one compiled loop can run all layers."""
     first, spec = parts[0], specs[0]
-    return all(
+    rotations = {part.attention.rotation for part in parts} - {Rotation.NONE}
+    return len(rotations) <= 1 and all(
         _shape(part) == _shape(first)
         and (spec.heads, spec.query_heads, spec.width) == (other.heads, other.query_heads, other.width)
         and (spec.sinks is None) == (other.sinks is None)
@@ -79,7 +80,7 @@ def _shape(part: LayerParts) -> tuple[Any, ...]:
         *((layer.out_features, layer.in_features) for layer in products_of(part)),
         tuple(norm is not None for norm in part.norms),
         tuple(part.attention.norms),
-        part.attention.halves,
+        tuple(part.attention.norms_together),
         part.mlp.activation,
         epsilons if len(epsilons) == 1 else object(),
     )

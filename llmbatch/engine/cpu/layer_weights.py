@@ -55,6 +55,8 @@ def describe_layers(parts: list[LayerParts], specs: list[AttentionSpec], packed:
         has_norm=np.array([norm is not None for norm in parts[0].norms]),
         query_norms=_head_norms(parts, "query_norm"),
         key_norms=_head_norms(parts, "key_norm"),
+        query_norms_together=_norms_together(parts, "query_norm"),
+        key_norms_together=_norms_together(parts, "key_norm"),
         epsilon=_epsilon(parts[0]),
         windows=np.array([spec.window for spec in specs], np.int64),
         scales=np.array([spec.scale for spec in specs], np.float32),
@@ -100,6 +102,12 @@ def _weights(layers: Sequence[nn.Linear], factor: float = 1.0) -> list[tuple[tor
 def _head_norms(parts: list[LayerParts], side: str) -> NDArray[np.float32]:
     nothing = torch.empty(0)
     return np.stack([part.attention.norms.get(side, nothing).numpy() for part in parts])
+
+
+def _norms_together(parts: list[LayerParts], side: str) -> NDArray[np.float32]:
+    nothing = np.empty(0, np.float32)
+    found = [part.attention.norms_together.get(side) for part in parts]
+    return np.stack([nothing if norm is None else norm.scale.numpy() for norm in found])
 
 
 def _sinks(spec: AttentionSpec) -> NDArray[np.float32]:

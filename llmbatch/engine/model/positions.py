@@ -25,8 +25,7 @@ def fix_positions(model: nn.Module, context_length: int) -> tuple[str, ...]:
     for module in model.modules():
         if hasattr(module, "rope_type"):
             shorter = max(shorter, _fix_frequencies(module, context_length))
-        attention = getattr(module, "self_attn", None)
-        if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
+        if scales_by_position(getattr(module, "self_attn", None)):
             module.register_forward_pre_hook(_tell_positions, with_kwargs=True)
     if not shorter:
         return ()
@@ -34,6 +33,11 @@ def fix_positions(model: nn.Module, context_length: int) -> tuple[str, ...]:
         f"rotary embeddings are those for contexts beyond {shorter:,} tokens, in rows of any length; "
         f"context_length={shorter} (--context-length {shorter}) takes those for shorter ones.",
     )
+
+
+def scales_by_position(attention: Any) -> bool:
+    """Tell whether attention scales queries by the positions of their tokens, which it takes from a cache."""
+    return bool(getattr(attention, "attn_temperature_tuning", False)) and not getattr(attention, "use_rope", True)
 
 
 def _fix_frequencies(rotary: Any, context_length: int) -> int:

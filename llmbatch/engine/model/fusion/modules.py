@@ -1,20 +1,50 @@
 """Replacements for modules of a transformers model: equal results with fewer passes over memory.
 
 Three shapes of module make up most decoder layers whatever the family is called: RMSNorm, a gated MLP (`gate_proj`,
-`up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`, `o_proj`, perhaps norms
-of queries and keys). Which module is one of them, `probes` finds out.
+`up_proj`, `down_proj`), and attention (`q_proj`, `k_proj`, `v_proj`, `o_proj`, perhaps norms of queries and keys). The
+products of one input may be one already (`gate_up_proj`, `qkv_proj`). Which module is one of these, `probes` finds out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from llmbatch.engine.model.ops import AttentionContext, ModelOps
 from llmbatch.kernels.spec import AttentionSpec
+
+PROJECTIONS: Final = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+GATES: Final = (("gate_proj", "up_proj"), ("gate_up_proj",))
+
+
+def linears_of(module: Any, choices: tuple[tuple[str, ...], ...]) -> tuple[nn.Linear, ...]:
+    """Return the linear layers of a module, under the first of these groups of names that it has; empty if none."""
+    for names in choices:
+        found = [getattr(module, name, None) for name in names]
+        if all(type(layer) is nn.Linear for layer in found):
+            return tuple(found)
+    return ()
+
+
+class Rotation(Enum):
+    """What attention does to queries and keys by the angles that its layer is given."""
+
+    WHOLE = "halves of a head against each other, by an angle for each element"
+    HALVES = "the same, by one set of angles for both halves"
+    NONE = "nothing"
+
+    def angles(self, given: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return cosine and sine [1, tokens, rotated elements of a head]; None: nothing is rotated."""
+        if given is None or self is Rotation.NONE:
+            return None
+        if self is Rotation.WHOLE:
+            return given
+        cosine, sine = given
+        return torch.cat((cosine, cosine), -1), torch.cat((sine, sine), -1)
 
 
 class FusedNorm(nn.Module):
@@ -74,6 +104,8 @@ class StackedLinear(nn.Module):
     def joined(self) -> nn.Linear:
         """Join the layers into one, and let go of them."""
         layers = self.take_layers()
+        if len(layers) == 1:
+            return layers[0]
         weight = torch.cat([layer.weight.detach() for layer in layers])
         biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
         has_bias = any(bias is not None for bias in biases)
@@ -89,12 +121,12 @@ class StackedLinear(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """activation(gate_proj(x)) * up_proj(x), then down_proj, as two products and one pass between."""
+    """activation(gate(x)) * up(x), then down_proj, as two products and one pass between."""
 
     def __init__(self, original: Any, activation: int, pieces: ModelOps) -> None:
         super().__init__()
         self._pieces = pieces
-        self.gate_up: nn.Module = StackedLinear(original.gate_proj, original.up_proj)
+        self.gate_up: nn.Module = StackedLinear(*linears_of(original, GATES))
         self.down_proj: nn.Linear = original.down_proj
         self.activation = activation
 
@@ -113,19 +145,25 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention whose three projections are one product, and whose keys and values go straight into pages."""
+    """Attention whose projections are one product, and whose keys and values go straight into pages.
 
-    def __init__(self, original: Any, spec: AttentionSpec, *, halves: bool) -> None:
-        """Stack the projections; `halves`: one set of angles serves both halves of a head."""
+    Queries and keys may be normalised: each head by itself (`norms`), or all heads of a token together.
+    """
+
+    def __init__(self, original: Any, spec: AttentionSpec, rotation: Rotation) -> None:
+        """Stack the projections."""
         super().__init__()
-        self.halves = halves
-        self.qkv: nn.Module = StackedLinear(original.q_proj, original.k_proj, original.v_proj)
+        self.rotation = rotation
+        self.qkv: nn.Module = StackedLinear(*linears_of(original, PROJECTIONS))
         self.o_proj: nn.Linear = original.o_proj
         self._spec = spec
         found = {side: getattr(original, side[0] + "_norm", None) for side in ("query_norm", "key_norm")}
         norms = {side: norm for side, norm in found.items() if isinstance(norm, FusedNorm)}
-        self.norms = {side: norm.scale for side, norm in norms.items()}
+        self.norms = {side: norm.scale for side, norm in norms.items() if len(norm.scale) == spec.width}
+        self.norms_together = {side: norm for side, norm in norms.items() if side not in self.norms}
         self.epsilons = tuple(norm.epsilon for norm in norms.values())
+        queries, keys = spec.query_heads * spec.width, spec.heads * spec.width
+        self._columns = {"query_norm": slice(queries), "key_norm": slice(queries, queries + keys)}
 
     def forward(
         self,
@@ -146,13 +184,14 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """Compute the input of `o_proj`, [tokens, query heads * width]; without embeddings nothing is rotated."""
         packed = self.qkv(hidden_states)[0]
+        for side, norm in self.norms_together.items():
+            packed[:, self._columns[side]] = norm(packed[:, self._columns[side]])
         epsilon = self.epsilons[0] if self.epsilons else 0.0
-        if position_embeddings is None:
+        angles = self.rotation.angles(position_embeddings)
+        if angles is None:
             return step.run(self._spec, packed, epsilon=epsilon, **self.norms)
-        cosine, sine = (torch.cat((x[0], x[0]), -1) if self.halves else x[0] for x in position_embeddings)
-        return step.run(
-            self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), epsilon=epsilon, **self.norms
-        )
+        cosine, sine = (x[0].contiguous() for x in angles)
+        return step.run(self._spec, packed, cosine=cosine, sine=sine, epsilon=epsilon, **self.norms)
 
 
 def join_products(model: nn.Module) -> None:

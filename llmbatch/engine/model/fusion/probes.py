@@ -14,8 +14,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, replace_modules
+from llmbatch.engine.model.fusion.modules import (
+    GATES,
+    PROJECTIONS,
+    FusedAttention,
+    FusedMLP,
+    FusedNorm,
+    Rotation,
+    linears_of,
+    replace_modules,
+)
 from llmbatch.engine.model.ops import AttentionContext, ModelOps
+from llmbatch.engine.model.positions import scales_by_position
 from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 
 PROBE_TOKENS: Final = 5  # products of 2 to 4 rows in float32 take twice as long by some libraries
@@ -87,13 +97,10 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> Fuse
     return None
 
 
-def _linears(module: nn.Module, *names: str) -> bool:
-    return all(type(getattr(module, name, None)) is nn.Linear for name in names)
-
-
 def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> FusedMLP | None:
-    activation = getattr(module, "act_fn", None)
-    if not _linears(module, "gate_proj", "up_proj", "down_proj") or activation is None:
+    activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    gates = linears_of(module, GATES)
+    if not gates or type(getattr(module, "down_proj", None)) is not nn.Linear or activation is None:
         return None
     grid = torch.linspace(-6, 6, 101)
     if torch.allclose(activation(grid), functional.silu(grid), atol=1e-6):
@@ -103,8 +110,7 @@ def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> Fused
     else:
         return None
     fused = FusedMLP(module, kind, pieces)
-    assert isinstance(module.gate_proj, nn.Linear)
-    probe = _probe(1, PROBE_TOKENS, module.gate_proj.in_features, like=module.gate_proj.weight)
+    probe = _probe(1, PROBE_TOKENS, gates[0].in_features, like=gates[0].weight)
     return fused if equal(fused(probe), module(probe), dtype) else None
 
 
@@ -116,7 +122,10 @@ def _fused_attention(
     A softmax of large scores makes much of their rounding, so equal ones may differ in bfloat16.
     """
     spec = specs.get(getattr(module, "layer_idx", -1))
-    if spec is None or not _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
+    if spec is None or type(getattr(module, "o_proj", None)) is not nn.Linear or scales_by_position(module):
+        return None
+    columns = (spec.query_heads + 2 * spec.heads) * spec.width
+    if sum(layer.out_features for layer in linears_of(module, PROJECTIONS)) != columns:
         return None
     for kind in dict.fromkeys((dtype, torch.float32)):
         with _weights_as(kind, module):
@@ -142,15 +151,15 @@ def _weights_as(dtype: torch.dtype, module: nn.Module) -> Iterator[None]:
 def _equal_attention(
     module: nn.Module, spec: AttentionSpec, dtype: torch.dtype, pieces: ModelOps
 ) -> FusedAttention | None:
-    assert isinstance(module.q_proj, nn.Linear)
-    probe = _probe(1, PROBE_TOKENS, module.q_proj.in_features, like=module.q_proj.weight)
+    first = linears_of(module, PROJECTIONS)[0]
+    probe = _probe(1, PROBE_TOKENS, first.in_features, like=first.weight)
     angles = torch.linspace(0.1, 3.0, PROBE_TOKENS * spec.width // 2).view(1, PROBE_TOKENS, -1)
 
     def step() -> AttentionContext:
         return pieces.probe_step({spec.layer: spec}, dtype, PROBE_TOKENS)
 
-    for halves in (False, True):
-        turns = angles if halves else torch.cat((angles, angles), -1)
+    for rotation in Rotation:
+        turns = angles if rotation is Rotation.HALVES else torch.cat((angles, angles), -1)
         arguments: dict[str, Any] = {
             "hidden_states": probe,
             "position_embeddings": (turns.cos().to(probe), turns.sin().to(probe)),
@@ -160,7 +169,7 @@ def _equal_attention(
             expected = module(**arguments, llmbatch=step())[0]
         except (TypeError, AttributeError, RuntimeError, IndexError):
             continue  # it takes other arguments than the common ones, or rotates another width
-        fused = FusedAttention(module, spec, halves=halves)
+        fused = FusedAttention(module, spec, rotation)
         if equal(fused(**arguments, llmbatch=step())[0], expected, dtype):
             return fused
     return None
