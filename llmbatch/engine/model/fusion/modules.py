@@ -24,7 +24,7 @@ GATES: Final = (("gate_proj", "up_proj"), ("gate_up_proj",))
 def linears_of(module: Any, choices: tuple[tuple[str, ...], ...]) -> tuple[nn.Linear, ...]:
     """Return the linear layers of a module, under the first of these groups of names that it has; empty if none."""
     for names in choices:
-        found = [getattr(module, name, None) for name in names]
+        found: list[Any] = [getattr(module, name, None) for name in names]
         if all(type(layer) is nn.Linear for layer in found):
             return tuple(found)
     return ()
