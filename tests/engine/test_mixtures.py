@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import MixtralConfig
 
@@ -24,7 +22,7 @@ from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import CLAMPED, SILU
 from llmbatch.perf_model.shape import ModelShape
 from tests.support.logits import logits
-from tests.support.models import tiny_model, tiny_model_folder
+from tests.support.models import of_all_experts, tiny_model, tiny_model_folder
 
 HIDDEN, INNER, COUNT = 64, 96, 4
 INTEGERS = pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
@@ -116,19 +114,6 @@ def test_packed_experts_of_integers_take_as_many_bytes_as_the_shape_says(name: A
     )
     size = sum(panels.nbytes for expert in draw(bits) for panels in PackedExpert(expert, bits).panels)
     assert size == ModelShape.from_config(config, 2, LAYER_BYTES[name]).expert_bytes
-
-
-def of_all_experts(folder: str) -> str:
-    """Send each token to all experts, so that rounding changes no choice, and round matrices to 16 points; in place."""
-    config, file = Path(folder) / "config.json", Path(folder) / "model.safetensors"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "num_experts_per_tok": 4}))
-    weights = load_file(file)
-    for name, weight in weights.items():
-        if weight.ndim > 1 and not any(part in name for part in ("embed", "lm_head", "gate.", "router", "bias")):
-            scale = weight.abs().max() / 8
-            weights[name] = (weight / scale).round().clamp(-8, 7) * scale.half().float()
-    save_file(weights, file, metadata={"format": "pt"})
-    return folder
 
 
 @INTEGERS

@@ -11,6 +11,7 @@ from torch import nn
 
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
+from llmbatch.engine.cpu.mixture.packing import pack_experts
 from llmbatch.engine.cpu.platform import BY_MODULE, OPS
 from llmbatch.engine.model.platform import Packed, Streaming
 from llmbatch.engine.ranks.collectives import HeadShare
@@ -57,12 +58,13 @@ class HostShare(Share):
         layer_bits: int | None,
         streaming: Streaming | None,
     ) -> Packed:
-        """Pack the layers of a fused model (`llmbatch.engine.model.platform.Packer`), and put shares together."""
+        """Pack a fused model (`llmbatch.engine.model.platform.Packer`), its experts too, and put shares together."""
         assert streaming is None, "a share stays in memory"
+        notes = pack_experts(model, dtype, None, layer_bits=layer_bits).notes
         joined = join_layers(model, specs, dtype, OPS, layer_bits=layer_bits, sums=self.collectives)
         pack_linears(model, dtype, layer_bits=layer_bits)
         self.put_together(model, HostHead, sums=joined is None)
-        return Packed((BY_MODULE,) if joined is None else ())
+        return Packed((*notes, BY_MODULE) if joined is None else notes)
 
 
 def head_of(model: nn.Module) -> HostHead:
