@@ -68,8 +68,9 @@ LARGE = (
 TEXT = """# Mixtures of experts by the clock
 
 Written by `python benchmarks/clock/mixtures.py`. Nothing here ran on a GPU. What a step reads of experts, and what
-weights in host memory cost: [decision 0096](../decisions/0096-experts-and-links.md). Law `paper`, e = 4, lengths known:
-each row of a workload has the same, as the paper says of them.
+weights in host memory cost: [decision 0096](../decisions/0096-experts-and-links.md). Rows of an expert take whole
+tiles: [decision 0112](../decisions/0112-tiles-of-experts.md). Law `paper`, e = 4, lengths known: each row of a workload
+has the same, as the paper says of them.
 
 ## Weights in host memory (BatchGen's Table 7)
 

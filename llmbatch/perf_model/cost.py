@@ -20,6 +20,9 @@ A step's floor is reading the weights, and of experts those alone that its token
 the compute: c >= W / B. Law `bytes` follows the physical memory: weights and KV share it, m = (W + KV) / B, and c has
 no floor. Where products run while their own weights are read, both together take ((W / B)^e + c^e)^(1/e), and what that
 is beyond W / B counts as compute. The exponent e is measured (`Hardware.weight_overlap`); 1 hides nothing.
+
+Products of an expert take whole tiles of rows (`Hardware.expert_tile`), and most steps give an expert few rows. What
+the empty ones take is compute of a step, and of no request: it is in no optimum, as fixed seconds are in none.
 """
 
 from __future__ import annotations
@@ -110,6 +113,8 @@ class CostModel:
             expert_seconds=shape.expert_bytes / hardware.weight_bytes_per_second,
             expert_share=shape.experts_chosen / shape.experts if shape.experts else 1.0,
             step_tokens=hardware.step_tokens,
+            tile_seconds=2.0 * hardware.expert_tile * shape.expert_params / hardware.flops,
+            tile_rows=hardware.expert_tile,
         )
 
     @property

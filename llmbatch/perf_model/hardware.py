@@ -42,6 +42,7 @@ class Hardware:
     attention_efficiency: float | None = None  # of `compute`, for attention over prompts; None: as products
     weight_efficiency: float | None = None  # of `bandwidth`, for reading weights; None: as KV
     weight_overlap: float = 1.0  # exponent of products beside the reading of their own weights; law `bytes`
+    expert_tile: int = 64  # rows that products of an expert take at a time, whole or not; 1: no tile has empty ones
     step_tokens: int = 0  # the most that a step has memory for beside weights and KV; 0: as many as are wanted
     step_seconds: float = 0.0  # that every step takes in addition to its work: launches, the host
     token_seconds: float = 0.0  # of compute that every token takes in addition to its products
@@ -61,6 +62,8 @@ class Hardware:
                 raise ParameterError(f"{field} must lie in (0, 1], got {value} for {self.name}")
         if not 1 <= self.weight_overlap < math.inf:
             raise ParameterError(f"weight_overlap must be at least 1, got {self.weight_overlap} for {self.name}")
+        if not self.expert_tile >= 1:
+            raise ParameterError(f"expert_tile of a device must be at least 1, got {self.expert_tile} for {self.name}")
         for field in ("step_seconds", "token_seconds"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ParameterError(
@@ -208,6 +211,7 @@ def measure_cpu(*, dtype_bytes: int = 4) -> Hardware:
         bandwidth_efficiency=1 / _ABOVE,
         weight_efficiency=1 / _ABOVE,
         weight_overlap=_WEIGHT_OVERLAP,
+        expert_tile=1,
     )
 
 

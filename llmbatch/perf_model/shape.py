@@ -71,6 +71,7 @@ class ModelShape:
     experts: int = 0  # of a layer that routes to them; 0: every token passes all matrices
     experts_chosen: int = 0  # by a token
     expert_bytes: float = 0.0  # of `weight_bytes`, of all layers' experts
+    expert_params: float = 0.0  # of `params_total`, of all layers' experts
     bytes_around: float = 0.0  # of `weight_bytes`, of what is not a matrix of a layer: embeddings, head, norms
     head_bytes: float = 0.0  # of the LM head, or of the embedding that it is tied to
 
@@ -114,6 +115,7 @@ class ModelShape:
             experts=experts,
             experts_chosen=chosen,
             expert_bytes=apart * size,
+            expert_params=float(apart),
             bytes_around=rest * dtype_bytes,
             head_bytes=embedding * dtype_bytes,
         )

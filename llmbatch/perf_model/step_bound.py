@@ -3,7 +3,8 @@
 A step computes for `c` seconds and reads memory for `m`, which overlap: it takes (c^e + m^e)^(1/e) beside its fixed
 seconds (`llmbatch.perf_model.work`). Where steps may take at most S seconds, a job whose work left is C of compute and
 M of memory ends soonest if both end together. So each step reads the share of S that makes its compute C / M of its
-memory time: S M / (C^e + M^e)^(1/e). Every step reads the weights, so in M they count once for each step that is left.
+memory time: S M / (C^e + M^e)^(1/e). Every step reads the weights, so in M they count once for each step that is left;
+in C likewise what fills up the tiles of experts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.perf_model.work import Rates, overlapped, step_parts
+from llmbatch.perf_model.work import Rates, most_padding, overlapped, step_parts
 
 _MOST: Final = 1 << 20  # tokens of a step, more than any has
 _ROUNDS: Final = 4  # of finding out together how long a job takes, and what arrives meanwhile
@@ -70,10 +71,11 @@ def work_to_end(rates: Rates, exponent: float, seconds: float, left: WorkLeft) -
     """
     most = seconds - rates.step_seconds
     weights = rates.weight_seconds / most if rates.weights_share_memory else 0.0
+    padding = most_padding(rates) / most if rates.tile_seconds > 0.0 else 0.0
     compute, memory, total = left.compute, left.memory, overlapped(left.compute, left.memory, exponent)
     for _ in range(_ROUNDS):
         compute, memory = left.compute + left.compute_rate * total, left.memory + left.memory_rate * total
-        total = overlapped(compute, memory + weights * total, exponent)
+        total = overlapped(compute + padding * total, memory + weights * total, exponent)
     return compute, memory, total
 
 
@@ -96,4 +98,4 @@ def compute_within(rates: Rates, exponent: float, seconds: float, read: float) -
     if reads >= most:
         return 0.0
     computes: float = most * (1.0 - (reads / most) ** exponent) ** (1.0 / exponent)
-    return computes
+    return max(computes - most_padding(rates), 0.0)

@@ -61,6 +61,8 @@ class Rates(NamedTuple):
     expert_seconds: float = 0.0  # of `weight_seconds`, reading experts
     expert_share: float = 1.0  # of a layer's experts, that a token is sent to
     step_tokens: int = 0  # the most that a step has memory for; 0: as many as are wanted
+    tile_seconds: float = 0.0  # compute of a tile of rows of every expert
+    tile_rows: int = 1
 
 
 @overload
@@ -168,6 +170,41 @@ def weights_read(rates: Rates, tokens: Any) -> Any:
 
 
 @overload
+def padding_seconds(rates: Rates, tokens: float) -> float: ...
+@overload
+def padding_seconds(rates: Rates, tokens: Floats) -> Floats: ...
+@compiled
+def padding_seconds(rates: Rates, tokens: Any) -> Any:
+    """Predict the seconds of compute by which the products of experts fill up tiles, in a step of so many tokens.
+
+    n tokens give each of E experts n k / E rows in the mean. An expert that has any takes one tile at least; many rows
+    end anywhere in their last tile of T, and (T - 1) / 2 of it are empty in the mean.
+    """
+    if rates.tile_seconds > 0.0:
+        tiles = tokens * rates.expert_share / rates.tile_rows
+        touched = 1.0 - (1.0 - rates.expert_share) ** tokens
+        return rates.tile_seconds * np.maximum(touched - tiles, touched * _empty_share(rates))
+    return tokens * 0.0
+
+
+@compiled
+def most_padding(rates: Rates) -> float:
+    """Predict the seconds of compute by which products of experts fill up tiles, where each expert has many rows."""
+    return rates.tile_seconds * _empty_share(rates)
+
+
+@compiled
+def least_products(rates: Rates) -> float:
+    """Predict the least seconds of the products of a step that touches all weights: these are read, or tiles filled."""
+    return max(rates.weight_seconds, rates.tile_seconds)
+
+
+@compiled
+def _empty_share(rates: Rates) -> float:
+    return (rates.tile_rows - 1.0) / (2.0 * rates.tile_rows)
+
+
+@overload
 def step_parts(rates: Rates, tokens: float, samples: float, pairs: float, read: float) -> tuple[float, float]: ...
 @overload
 def step_parts(rates: Rates, tokens: Floats, samples: Floats, pairs: Floats, read: Floats) -> tuple[Floats, Floats]: ...
@@ -178,7 +215,7 @@ def step_parts(rates: Rates, tokens: Any, samples: Any, pairs: Any, read: Any) -
     The weights are read once a step. Law `paper` makes that the least that products take, and it hides no attention;
     law `bytes` adds it to the reading of KV, and products then count what they take beyond it.
     """
-    products = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample
+    products = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample + padding_seconds(rates, tokens)
     memory = read * rates.seconds_per_kv_token
     weights = weights_read(rates, tokens)
     if rates.weights_share_memory:

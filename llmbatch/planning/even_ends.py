@@ -25,7 +25,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.work import least_products, most_padding
 from llmbatch.planning.lengths import Expected
 
 Floats = NDArray[np.float64]
@@ -119,9 +121,10 @@ def seconds_left(
     steps = max(float(left.steps[which].max(initial=0.0)), float(left.held[which].sum()) / pool_tokens)
     rates = cost.rates
     fixed = steps * rates.step_seconds
+    compute += steps * float(as_python(most_padding)(rates))
     if rates.weights_share_memory:
         return float(cost.overlap(compute, memory + steps * rates.weight_seconds)) + fixed
-    return max(float(cost.overlap(compute, memory)), steps * rates.weight_seconds) + fixed
+    return max(float(cost.overlap(compute, memory)), steps * float(as_python(least_products)(rates))) + fixed
 
 
 def seconds_of_all(left: RowsLeft, cost: CostModel, pool_tokens: float) -> float:

@@ -19,6 +19,10 @@ is not full reads the weights more often: there the budget is what the memory ti
 rows of the job have a part of the pool, and that part of the budget: with all of it they would be computed in a few
 long steps, and the others would have nothing to hide behind.
 
+Mixtures of experts. Products of an expert take whole tiles of rows, so each step computes for about half a tile of each
+expert beside its work: these are such seconds `s`. A step is never given fewer tokens than take as long as one tile of
+each expert, or as the reading of the weights. Tokens that find room in the tiles are as free as those.
+
 Engines that run in turn hide nothing of one row behind another. Ramps cost them nothing, and neither does a mix: what a
 budget changes is how many steps there are. Under law `bytes`, as on a processor, each of them reads the weights. So a
 step has as many tokens as make the seconds of that `_BESIDE` of the seconds of its products (`budget_in_turn`). Under
@@ -34,10 +38,10 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from llmbatch.compilation.decorators import compiled
+from llmbatch.compilation.decorators import as_python, compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import Rates, memory_seconds
+from llmbatch.perf_model.work import Rates, least_products, memory_seconds, most_padding
 from llmbatch.planning.plan import Plan
 
 STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
@@ -113,10 +117,10 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: fl
     if cost.overlap.exponent == 1:
         return budget_in_turn(cost) if cost.law == "bytes" else FixedBudget(most_tokens(cost.rates))
     token = float(cost.prompt_seconds(1))
-    wanted = 2 * cost.rates.weight_seconds / token
-    if cost.hardware.step_seconds > 0:
-        total = decided.optimal_seconds
-        wanted = max(wanted, math.sqrt(2 * cost.hardware.step_seconds * total / max(answer, 1.0)) / token)
+    wanted = 2 * as_python(least_products)(cost.rates) / token
+    fixed = fixed_seconds(cost.rates)
+    if fixed > 0:
+        wanted = max(wanted, math.sqrt(2 * fixed * decided.optimal_seconds / max(answer, 1.0)) / token)
     if cost.law == "bytes":
         wanted = max(wanted, decided.density * pool_tokens * cost.rates.seconds_per_kv_token / token)
     return SteadyBudget(_in_tiles(wanted, cost.rates))
@@ -125,8 +129,13 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: fl
 def budget_in_turn(cost: CostModel) -> FixedBudget:
     """Build the budget for an engine that runs in turn under law `bytes`: see the module's text."""
     rates = cost.rates
-    wanted = (rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)
+    wanted = (fixed_seconds(rates) + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)
     return FixedBudget(_in_tiles(wanted, rates))
+
+
+def fixed_seconds(rates: Rates) -> float:
+    """Return what a step takes beside its work: fixed seconds, and tiles of experts that are not full."""
+    return rates.step_seconds + float(as_python(most_padding)(rates))
 
 
 def share_of_steps(tokens: float, longest: float, rates: Rates) -> int:
@@ -165,9 +174,9 @@ def step_tokens(rules: BudgetRules, load: Load) -> int:
     remaining_compute = max(load.remaining_compute, 0.0)
     if rates.weights_share_memory:
         ratio = remaining_compute / (remaining_memory * (1 + rules.weights_per_pool))
-        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds)
+        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds + most_padding(rates))
     else:
-        target = max(remaining_compute / remaining_memory * memory, rates.weight_seconds + rates.step_seconds)
+        target = max(remaining_compute / remaining_memory * memory, least_products(rates) + rates.step_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)
     if tokens >= 2 * TILE:  # of fewer most are free while the weights are read, and rounding would lose some
         tokens = (tokens + TILE // 2) // TILE * TILE
@@ -184,9 +193,9 @@ def prices(rules: BudgetRules) -> tuple[float, float, float]:
     if rules.fixed > 0:
         return 0.0, 0.0, 0.0
     rates = rules.rates
-    free = 0.0 if rates.weights_share_memory else rates.weight_seconds / rates.seconds_per_token
+    hidden = 0.0 if rates.weights_share_memory else least_products(rates) - most_padding(rates)
     pair, sample = prices_of(rates)
-    return pair, sample, free
+    return pair, sample, hidden / rates.seconds_per_token
 
 
 @compiled

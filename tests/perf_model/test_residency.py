@@ -7,13 +7,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import RESERVED, find_hardware
 from llmbatch.perf_model.residency import Host, with_host_weights
 from llmbatch.perf_model.shape import find_shape
-from llmbatch.perf_model.work import weights_read
-from llmbatch.scheduler.token_budget import MOST_TOKENS, most_tokens
+from llmbatch.perf_model.step_bound import WorkLeft, compute_within, work_to_end
+from llmbatch.perf_model.work import most_padding, padding_seconds, step_parts, weights_read
+from llmbatch.scheduler.token_budget import (
+    MOST_TOKENS,
+    TILE,
+    BudgetRules,
+    ClosedLoopBudget,
+    Load,
+    most_tokens,
+    prices,
+    step_tokens,
+)
 
 HOST = Host(memory=1e12, bandwidth=204.8e9, link=32e9)
 CARD = CostModel(find_shape("mixtral-8x7b"), find_hardware("a5000"))
@@ -48,6 +59,70 @@ def test_a_model_without_experts_is_read_whole_by_any_step() -> None:
     rates = CostModel(find_shape("llama-3-8b"), find_hardware("h100")).rates
     read = weights_read(rates, np.array([1.0, 1000.0]))
     assert read.tolist() == [rates.weight_seconds] * 2
+
+
+def drawn_padding(tokens: int) -> float:
+    """Tiles of 64 rows beyond the rows themselves, of an expert in the mean, where one token in four is sent to it."""
+    rows = np.random.default_rng(tokens).binomial(tokens, 2 / 8, 100_000)
+    return float(np.mean(-(-rows // 64) - rows / 64))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 128])
+def test_experts_with_few_rows_have_a_tile_each(tokens: int) -> None:
+    rates = CARD.rates
+    assert rates.tile_seconds == pytest.approx(2 * 64 * CARD.shape.expert_params / CARD.hardware.flops)
+    expected = drawn_padding(tokens) * rates.tile_seconds
+    assert padding_seconds(rates, float(tokens)) == pytest.approx(expected, rel=0.02)
+
+
+def test_experts_with_many_rows_end_anywhere_in_a_tile() -> None:
+    tokens = np.arange(2000, 2512, 8)  # two tiles of each expert
+    expected = np.mean([drawn_padding(int(one)) for one in tokens]) * CARD.rates.tile_seconds
+    found = padding_seconds(CARD.rates, tokens.astype(np.float64))
+    assert found.mean() == pytest.approx(expected, rel=0.02)
+    assert found.max() == pytest.approx(most_padding(CARD.rates))
+
+
+def test_a_step_of_few_rows_an_expert_is_starved_of_compute_and_one_of_16384_tokens_is_not() -> None:
+    """DeepSeek-R1: 512 rows an expert saturate it (BatchGen, 7); 32 do not, though products hide the weights."""
+    cost = CostModel(find_shape("deepseek-r1"), find_hardware("h20").group(16))
+    tokens = np.array([1024.0, 16384.0])
+    zeros = np.zeros(2)
+    compute, _ = step_parts(cost.rates, tokens, zeros, zeros, zeros)
+    assert weights_read(cost.rates, tokens)[0] < 0.35 * tokens[0] * cost.rates.seconds_per_token
+    used = tokens * cost.rates.seconds_per_token / compute
+    assert used[0] < 0.65
+    assert used[1] > 0.95
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b"])
+def test_nothing_is_filled_up_where_a_tile_is_a_row_or_there_are_no_experts(name: str) -> None:
+    rows = CostModel(find_shape(name), replace(find_hardware("h100"), expert_tile=1 if "mix" in name else 64))
+    assert padding_seconds(rows.rates, np.array([1.0, 7.0, 1000.0])).tolist() == [0.0, 0.0, 0.0]
+    assert most_padding(rows.rates) == 0.0
+
+
+@pytest.mark.parametrize("tile", [64, 512])
+def test_the_budget_fills_a_tile_of_each_expert_or_hides_the_reading_of_weights(tile: int) -> None:
+    rates = CostModel(find_shape("mixtral-8x7b"), replace(find_hardware("h100").group(2), expert_tile=tile)).rates
+    few = step_tokens(BudgetRules.of(ClosedLoopBudget(rates)), Load(8, 100.0, 1e-3, 1e3))
+    least = max(rates.weight_seconds, rates.tile_seconds) / rates.seconds_per_token
+    assert few == pytest.approx(least, abs=TILE)
+    _, _, free = prices(BudgetRules.of(ClosedLoopBudget(rates)))
+    at_free = step_parts(rates, free, 0.0, 0.0, 0.0)[0]
+    assert at_free == pytest.approx(least * rates.seconds_per_token, rel=0.06 if tile == 64 else 0.5)
+
+
+def test_a_bounded_step_computes_for_as_long_as_tiles_leave_it() -> None:
+    rates = CARD.rates
+    tokens = as_python(compute_within)(rates, 1.0, 1.0, 0.0) / rates.seconds_per_token
+    assert as_python(step_parts)(rates, tokens, 0.0, 0.0, 0.0)[0] == pytest.approx(1.0)
+
+
+def test_a_job_of_bounded_steps_has_tiles_to_fill_up_in_each() -> None:
+    left = WorkLeft(compute=10.0, memory=0.0, compute_rate=0.0, memory_rate=0.0)
+    _, _, total = as_python(work_to_end)(CARD.rates, 1.0, 1.0, left)
+    assert total == pytest.approx(10.0 / (1.0 - most_padding(CARD.rates)), rel=0.01)
 
 
 def test_weights_in_host_memory_come_over_the_link() -> None:

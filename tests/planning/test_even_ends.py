@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.perf_model.collectives import on_joined
-from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
+from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
+from llmbatch.perf_model.work import most_padding
 from llmbatch.planning.even_ends import (
     JOIN_SECONDS,
     RowsLeft,
@@ -119,3 +125,14 @@ def test_engines_do_not_join_for_what_ends_at_once() -> None:
     joined = on_joined(COST, 4)
     apart = seconds_left(left_of([], [100]), np.ones(1, np.bool_), COST, POOL_TOKENS)
     assert not pays(apart, seconds_joined([left_of([], [100], joined)], joined, 4 * POOL_TOKENS))
+
+
+def test_each_step_of_a_mixture_fills_up_tiles_of_its_experts() -> None:
+    whole = CostModel(find_shape("mixtral-8x7b"), find_hardware("h20").group(8), overlap=SEQUENTIAL)
+    rows = replace(whole, hardware=replace(whole.hardware, expert_tile=1))
+    left = left_of([1000] * 500, [], whole)
+    every = np.ones(500, np.bool_)
+    more = seconds_left(left, every, whole, POOL_TOKENS) - seconds_left(left, every, rows, POOL_TOKENS)
+    steps = left.held.sum() / POOL_TOKENS
+    assert steps > 1000
+    assert more == pytest.approx(steps * most_padding(whole.rates))

@@ -47,6 +47,7 @@ def recall_rates(shape: ModelShape) -> Hardware | None:
             attention_efficiency=figures.get("attention_efficiency"),
             weight_efficiency=figures["weight_efficiency"],
             weight_overlap=figures["weight_overlap"],
+            expert_tile=1,
         )
     except (ParameterError, KeyError):  # not a file of ours
         return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from llmbatch.perf_model.work import Rates, weights_read
+from llmbatch.perf_model.work import Rates, padding_seconds, weights_read
 from llmbatch.scheduler.output import Step
 
 _WORTH: Final = 0.95  # of the time in turn: the bound must be lower for parts to be worth their while
@@ -24,6 +24,7 @@ class StepCost:
     """The seconds of each kind of work in a step."""
 
     products: float
+    padding: float  # of products: empty rows in tiles of experts
     attention: float  # of prefills
     reads: float  # of KV
     weights: float  # read once
@@ -34,6 +35,7 @@ class StepCost:
         samples = int(step.samples.sum())
         return cls(
             products=rates.seconds_per_token * step.num_tokens + rates.seconds_per_sample * samples,
+            padding=padding_seconds(rates, float(step.num_tokens)),
             attention=rates.seconds_per_pair * step.prefill_pairs(rates.reach),
             reads=rates.seconds_per_kv_token * step.read_tokens(rates.reach),
             weights=weights_read(rates, float(step.num_tokens)),
@@ -42,12 +44,12 @@ class StepCost:
     @property
     def in_turn(self) -> float:
         """The seconds of kernel after kernel."""
-        return max(self.products, self.weights) + self.attention + self.reads
+        return max(self.products + self.padding, self.weights) + self.attention + self.reads
 
     @property
     def in_halves(self) -> float:
         """The least seconds of two equal halves, the products of one during the attention of the other."""
-        return max(max(self.products, 2 * self.weights) + self.attention, self.reads)
+        return max(max(self.products + 2 * self.padding, 2 * self.weights) + self.attention, self.reads)
 
 
 def halves_pay(step: Step, rates: Rates) -> bool:

@@ -219,3 +219,8 @@ def test_halves_pay_where_reads_are_long_and_tokens_hide_the_weights() -> None:
     assert not halves_pay(step_of(short, [(0, 900, True)]), rates)  # hardly anything is read
     assert not halves_pay(step_of([10_000], []), rates)  # there is one token
     assert not halves_pay(step_of([10] * 150, []), rates)  # the weights would be read twice, and bind
+
+
+def test_halves_do_not_pay_where_each_fills_up_tiles_of_experts() -> None:
+    rates = Rates(1.0, 0.0, 0.0, 0.02, 200.0, False, expert_share=0.25, tile_seconds=600.0, tile_rows=64)
+    assert not halves_pay(step_of([100] * 100, [(0, 900, True)]), rates)
