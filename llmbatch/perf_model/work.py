@@ -200,6 +200,13 @@ def least_products(rates: Rates) -> float:
 
 
 @compiled
+def hidden_seconds(rates: Rates) -> float:
+    """Return the seconds of products that make such a step no longer: they hide behind the reading, or in tiles."""
+    hidden: float = least_products(rates) - most_padding(rates)
+    return hidden
+
+
+@compiled
 def _empty_share(rates: Rates) -> float:
     return (rates.tile_rows - 1.0) / (2.0 * rates.tile_rows)
 

@@ -20,8 +20,9 @@ rows of the job have a part of the pool, and that part of the budget: with all o
 long steps, and the others would have nothing to hide behind.
 
 Mixtures of experts. Products of an expert take whole tiles of rows, so each step computes for about half a tile of each
-expert beside its work: these are such seconds `s`. A step is never given fewer tokens than take as long as one tile of
-each expert, or as the reading of the weights. Tokens that find room in the tiles are as free as those.
+expert beside its work: these are such seconds `s`, too. But steps of more tokens than they have while the pool is full
+are no fewer, for the pool decides then how many there are; and tokens in tiles that stand there anyway are free, as
+those are that hide behind the reading of the weights.
 
 Engines that run in turn hide nothing of one row behind another. Ramps cost them nothing, and neither does a mix: what a
 budget changes is how many steps there are. Under law `bytes`, as on a processor, each of them reads the weights. So a
@@ -41,7 +42,7 @@ from typing import Final, NamedTuple
 from llmbatch.compilation.decorators import as_python, compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import Rates, least_products, memory_seconds, most_padding
+from llmbatch.perf_model.work import Rates, hidden_seconds, memory_seconds, most_padding
 from llmbatch.planning.plan import Plan
 
 STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
@@ -116,26 +117,24 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: fl
     """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
     if cost.overlap.exponent == 1:
         return budget_in_turn(cost) if cost.law == "bytes" else FixedBudget(most_tokens(cost.rates))
-    token = float(cost.prompt_seconds(1))
-    wanted = 2 * as_python(least_products)(cost.rates) / token
-    fixed = fixed_seconds(cost.rates)
-    if fixed > 0:
-        wanted = max(wanted, math.sqrt(2 * fixed * decided.optimal_seconds / max(answer, 1.0)) / token)
-    if cost.law == "bytes":
-        wanted = max(wanted, decided.density * pool_tokens * cost.rates.seconds_per_kv_token / token)
-    return SteadyBudget(_in_tiles(wanted, cost.rates))
+    rates, token = cost.rates, float(cost.prompt_seconds(1))
+    full = decided.density * pool_tokens * rates.seconds_per_kv_token / token
+    padded = _least_with_ramps(as_python(most_padding)(rates), decided, answer) / token
+    wanted = max(2 * rates.weight_seconds, _least_with_ramps(rates.step_seconds, decided, answer)) / token
+    wanted = max(wanted, min(padded, full))
+    return SteadyBudget(_in_tiles(max(wanted, full) if cost.law == "bytes" else wanted, rates))
+
+
+def _least_with_ramps(beside: float, decided: Plan, answer: float) -> float:
+    """Return the seconds of steps by which a job ends soonest, if each takes `beside` in addition to its work."""
+    return math.sqrt(2 * beside * decided.optimal_seconds / max(answer, 1.0))
 
 
 def budget_in_turn(cost: CostModel) -> FixedBudget:
     """Build the budget for an engine that runs in turn under law `bytes`: see the module's text."""
     rates = cost.rates
-    wanted = (fixed_seconds(rates) + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)
+    wanted = (rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)
     return FixedBudget(_in_tiles(wanted, rates))
-
-
-def fixed_seconds(rates: Rates) -> float:
-    """Return what a step takes beside its work: fixed seconds, and tiles of experts that are not full."""
-    return rates.step_seconds + float(as_python(most_padding)(rates))
 
 
 def share_of_steps(tokens: float, longest: float, rates: Rates) -> int:
@@ -174,9 +173,9 @@ def step_tokens(rules: BudgetRules, load: Load) -> int:
     remaining_compute = max(load.remaining_compute, 0.0)
     if rates.weights_share_memory:
         ratio = remaining_compute / (remaining_memory * (1 + rules.weights_per_pool))
-        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds + most_padding(rates))
+        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds)
     else:
-        target = max(remaining_compute / remaining_memory * memory, least_products(rates) + rates.step_seconds)
+        target = max(remaining_compute / remaining_memory * memory, hidden_seconds(rates) + rates.step_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)
     if tokens >= 2 * TILE:  # of fewer most are free while the weights are read, and rounding would lose some
         tokens = (tokens + TILE // 2) // TILE * TILE
@@ -193,7 +192,7 @@ def prices(rules: BudgetRules) -> tuple[float, float, float]:
     if rules.fixed > 0:
         return 0.0, 0.0, 0.0
     rates = rules.rates
-    hidden = 0.0 if rates.weights_share_memory else least_products(rates) - most_padding(rates)
+    hidden = 0.0 if rates.weights_share_memory else hidden_seconds(rates)
     pair, sample = prices_of(rates)
     return pair, sample, hidden / rates.seconds_per_token
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from llmbatch.scheduler.token_budget import (
     Load,
     most_tokens,
     prices,
+    steady_budget,
     step_tokens,
 )
 
@@ -103,14 +106,16 @@ def test_nothing_is_filled_up_where_a_tile_is_a_row_or_there_are_no_experts(name
 
 
 @pytest.mark.parametrize("tile", [64, 512])
-def test_the_budget_fills_a_tile_of_each_expert_or_hides_the_reading_of_weights(tile: int) -> None:
+def test_a_step_has_the_tokens_that_hide_in_tiles_of_experts_or_behind_the_weights(tile: int) -> None:
     rates = CostModel(find_shape("mixtral-8x7b"), replace(find_hardware("h100").group(2), expert_tile=tile)).rates
-    few = step_tokens(BudgetRules.of(ClosedLoopBudget(rates)), Load(8, 100.0, 1e-3, 1e3))
-    least = max(rates.weight_seconds, rates.tile_seconds) / rates.seconds_per_token
-    assert few == pytest.approx(least, abs=TILE)
     _, _, free = prices(BudgetRules.of(ClosedLoopBudget(rates)))
-    at_free = step_parts(rates, free, 0.0, 0.0, 0.0)[0]
-    assert at_free == pytest.approx(least * rates.seconds_per_token, rel=0.06 if tile == 64 else 0.5)
+    few = step_tokens(BudgetRules.of(ClosedLoopBudget(rates)), Load(8, 100.0, 1e-3, 1e3))
+    assert few == pytest.approx(free, abs=TILE)
+    least = max(rates.weight_seconds, rates.tile_seconds)
+    dense = free * rates.seconds_per_token - free * rates.expert_share / tile * rates.tile_seconds
+    assert as_python(step_parts)(rates, free, 0.0, 0.0, 0.0)[0] <= least + dense * 1.01
+    more = as_python(step_parts)(rates, 1.5 * free, 0.0, 0.0, 0.0)[0]
+    assert more > 1.1 * least
 
 
 def test_a_bounded_step_computes_for_as_long_as_tiles_leave_it() -> None:
@@ -123,6 +128,18 @@ def test_a_job_of_bounded_steps_has_tiles_to_fill_up_in_each() -> None:
     left = WorkLeft(compute=10.0, memory=0.0, compute_rate=0.0, memory_rate=0.0)
     _, _, total = as_python(work_to_end)(CARD.rates, 1.0, 1.0, left)
     assert total == pytest.approx(10.0 / (1.0 - most_padding(CARD.rates)), rel=0.01)
+
+
+@pytest.mark.parametrize(("pool", "binds"), [(2e6, "pool"), (1e8, "tiles")])
+def test_steps_of_rows_of_one_kind_are_large_for_the_sake_of_tiles_but_no_larger_than_the_pool_asks_for(
+    pool: float, binds: str
+) -> None:
+    cost = CostModel(find_shape("deepseek-r1"), find_hardware("h20").group(16))
+    decided: Any = SimpleNamespace(density=30.0, optimal_seconds=3000.0)
+    full = 30.0 * pool * cost.rates.seconds_per_kv_token / cost.rates.seconds_per_token
+    tiles = (2 * most_padding(cost.rates) * 3000.0 / 2048) ** 0.5 / cost.rates.seconds_per_token
+    wanted = {"pool": full, "tiles": tiles}[binds]
+    assert steady_budget(decided, cost, pool, 2048.0).step_tokens == pytest.approx(wanted, abs=TILE)
 
 
 def test_weights_in_host_memory_come_over_the_link() -> None:
