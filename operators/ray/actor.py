@@ -32,6 +32,7 @@ from llmbatch.operators.ray.shard_call import Reports, ShardCall
 from llmbatch.operators.ray.shard_queue import ShardQueue
 from llmbatch.preprocess.request_batch import BegunAnswers, RowRequests
 from llmbatch.runtime.protocols import Stop
+from llmbatch.system.borrowed_threads import borrow_threads
 
 _HELD = FlushPolicy(64, 0.25)  # by the stream: what it holds is in flight still
 _PREDICTED = 1.0  # seconds between two predictions of the end
@@ -190,7 +191,9 @@ class SharedEngine(AnswerSink):
         self._count(-sum(len(of) for _, of, _ in rows))
 
     def after_step(self) -> None:
-        """End the stream where the engine was closed."""
+        """Take the cores that others lend, for the next step. End the stream where the engine was closed."""
+        if self._loans is not None:
+            borrow_threads(self._loans.cores)
         if self._closed:
             raise Stop(time.monotonic())
 

@@ -7,22 +7,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
+import llmbatch.engine.cpu.engine
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import bytes_per_token
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
+from llmbatch.system.borrowed_threads import borrow_threads
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 Prompt = list[int]
+CORES: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
 
 def make_requests(prompts: list[Prompt], params: list[SamplingParams]) -> RequestBatch:
@@ -301,6 +305,27 @@ def test_an_engine_takes_other_requests_once_all_are_retired(load: Callable[[str
         prompts = [some_prompts()[row]]
         driver = Driver(engine, prompts, params, page_size=16, num_pages=100, largest_chunk=30)
         assert driver.run()[0] == [truth("llama")[row]]
+
+
+@pytest.mark.skipif(CORES < 2, reason="there is no core to lend")
+def test_threads_that_are_lent_compute_the_next_steps_until_they_are_given_back(
+    load: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llmbatch.engine.cpu.engine, "_WORTH_THREADS", 0)
+    engine, threads, lent = CpuEngine(load("llama"), num_pages=105, page_size=16), list[int](), {2: 1, 3: 1}
+    execute = engine.execute
+
+    def execute_with_lent_threads(step: Step) -> StepResult:
+        borrow_threads(lent.get(step.index, 0))
+        result = execute(step)
+        threads.append(numba.get_num_threads())
+        return result
+
+    monkeypatch.setattr(engine, "execute", execute_with_lent_threads)
+    params = [SamplingParams(max_tokens=14)] * len(some_prompts())
+    driver = Driver(engine, some_prompts(), params, page_size=16, num_pages=105, largest_chunk=7)
+    assert driver.run()[0] == truth("llama")
+    assert threads[:5] == [1, 1, 2, 2, 1]
 
 
 def test_bfloat16_agrees_with_transformers_in_bfloat16_on_most_first_tokens(tmp_path: Path) -> None:

@@ -28,9 +28,17 @@ class Actors:
         self.exchange = RowExchange(lambda: self.now)
 
     def beat(
-        self, actor: str, seconds: float | None = None, *, process: int = 1, place: str = "", **told: Any
+        self,
+        actor: str,
+        seconds: float | None = None,
+        *,
+        process: int = 1,
+        place: str = "",
+        node: str = "node",
+        cores: int = 0,
+        **told: Any,
     ) -> Orders:
-        at = Place("node", frozenset([place or actor]))
+        at = Place(node, frozenset([place or actor]), cores)
         return self.exchange.beat(Beat(actor, f"{actor}-{process}", at, seconds, **told))
 
     def idle(self, actor: str, **told: Any) -> Orders:
@@ -210,3 +218,52 @@ def test_a_new_exchange_knows_of_no_loan(actors: Actors) -> None:
     lent(actors)
     actors.exchange = RowExchange(lambda: actors.now)
     assert actors.beat("late", 30.0).loans == frozenset()
+
+
+def test_where_no_move_pays_cores_without_work_are_lent_to_the_engine_that_would_end_last(actors: Actors) -> None:
+    declined(actors, "soon", 20.0)
+    declined(actors, "late", 60.0)
+    assert actors.beat("late", 59.0, cores=1).cores == 2
+    assert actors.beat("soon", 19.0, cores=1).cores == 0
+
+
+@pytest.mark.parametrize("change", ["work", "leaves", "silent"])
+def test_cores_are_lent_until_their_engine_has_work_or_is_gone(actors: Actors, change: str) -> None:
+    declined(actors, "late", 60.0)
+    assert actors.beat("late", 59.0, cores=1).cores == 2
+    if change == "silent":
+        actors.now = LONGEST_SILENCE + 1
+    else:
+        actors.beat("free", 5.0 if change == "work" else None, cores=2, leaves=change == "leaves")
+    assert actors.beat("late", 58.0, cores=1).cores == 0
+
+
+def test_cores_stay_lent_while_the_engine_that_has_them_is_asked_for_rows_again(actors: Actors) -> None:
+    declined(actors, "late", 60.0)
+    actors.now = 11.0
+    actors.idle("free", cores=2)
+    orders = actors.beat("late", 50.0, cores=1)
+    assert orders.lend
+    assert orders.cores == 2
+
+
+@pytest.mark.parametrize("other", [{"node": "other", "cores": 1}, {"cores": 0}, {"place": "free", "cores": 1}])
+def test_cores_are_not_lent_to_other_nodes_nor_to_who_cannot_take_them(actors: Actors, other: dict[str, Any]) -> None:
+    declined(actors, "late", 60.0, **other)
+    assert actors.beat("late", 59.0, **other).cores == 0
+
+
+def test_an_engine_that_is_about_to_end_takes_no_cores(actors: Actors) -> None:
+    declined(actors, "late", 60.0)
+    actors.beat("late", 3.0, cores=1)
+    actors.idle("free", cores=2)
+    assert actors.beat("late", 3.0, cores=1).cores == 0
+
+
+def declined(actors: Actors, actor: str, seconds: float, **place: Any) -> None:
+    """Have an engine decline to lend rows to one without work, which has two cores."""
+    given = {"cores": 1, **place}
+    actors.beat(actor, seconds, **given)
+    actors.idle("free", cores=2)
+    actors.beat(actor, seconds, declines=True, **given)
+    actors.idle("free", cores=2)

@@ -46,6 +46,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 class Lender:
     """The exchange as a lender sees it: it is to lend as soon as it has begun, once."""
 
+    cores = 0
+
     def __init__(self) -> None:
         self.loan: Loan | None = None
         self.lent = threading.Event()
@@ -61,7 +63,8 @@ class Lender:
             raise NoExchange
         answers, self.answers = tuple(self.answers), []
         loans = {self.loan.number} if self.loan is not None and self.open else ()
-        return Orders(self.loan is None and beat.seconds is not None, (), answers, frozenset(loans))
+        asks = self.loan is None and beat.seconds is not None
+        return Orders(asks, (), answers, frozenset(loans), cores=self.cores)
 
 
 class Holder:
@@ -207,6 +210,21 @@ def test_rows_are_numbered_as_their_owner_has_them(jobs: Any) -> None:
     assert loan.table["text"].to_pylist() == [job.table["text"][i].as_py() for i in places]
     job.lender.open = False
     job.check()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_engine_takes_cores_that_are_lent_to_it_while_there_is_an_exchange(
+    jobs: Any, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(actor, "borrow_threads", taken.append)
+    monkeypatch.setattr(Lender, "cores", 1)
+    job = jobs()
+    job.loan()
+    job.lender.open, job.lender.gone = False, gone
+    job.check()
+    assert 1 in taken
+    assert taken[-1] == (0 if gone else 1)
 
 
 def test_a_last_call_stays_while_others_have_work(tmp_path: Path) -> None:

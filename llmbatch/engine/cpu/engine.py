@@ -28,6 +28,7 @@ from llmbatch.engine.prompt_scores import Head, scored_rows
 from llmbatch.engine.sampling.choice import choose_tokens, on_host, tell_of_prompts
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
+from llmbatch.system.borrowed_threads import threads_borrowed
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
 
@@ -64,7 +65,8 @@ class CpuEngine:
             kv_type=loaded.kv_type,
         )
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed, grammars)
-        self._threads = threads_at_once()
+        self._own = self._threads = threads_at_once()
+        self._borrowed = 0  # of these threads
         self._token_elements = loaded.config.hidden_size
         self._weight_elements = loaded.config.hidden_size**2
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
@@ -131,7 +133,7 @@ class CpuEngine:
             else None,  # the head of a model that keeps states is not for other steps
         )
         elements = self._weight_elements + len(tokens.ids) * self._token_elements + tokens.keys * self._key_elements
-        numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)
+        numba.set_num_threads(self._threads_now() if elements >= _WORTH_THREADS else 1)
         rows = tokens.samples
         if scored:
             rows = np.concatenate([rows, *(one.first + np.arange(len(one.tokens)) for one in scored)])
@@ -154,6 +156,13 @@ class CpuEngine:
             with torch.inference_mode():
                 tell_of_prompts(self._head, states[0], scored, generation)
         return replace(result, seconds=time.perf_counter() - begun)
+
+    def _threads_now(self) -> int:
+        """Return how many threads compute a step: with those that others lend, from the step after they did."""
+        borrowed = threads_borrowed()
+        if borrowed != self._borrowed:
+            self._borrowed, self._threads = borrowed, threads_at_once(self._own + borrowed)
+        return self._threads
 
     def generated(self, slot: int) -> NDArray[np.int32]:
         """Return the tokens of the answer in a slot so far, as far as they are known."""

@@ -32,12 +32,15 @@ def launch_threads() -> None:
     torch.set_num_threads(threads)
 
 
-def threads_at_once() -> int:
+def threads_at_once(wanted: int | None = None) -> int:
     """Return torch's number of threads, or as many as are sure to run at once, if that is fewer; then it warns.
 
-    The first call in a process may take a second. numba has torch's number of threads afterwards, in this thread.
+    If so many are `wanted`, that becomes torch's number in this thread. The first call in a process for a number may
+    take a second. numba has torch's number of threads afterwards, in this thread.
     """
     launch_threads()
+    if wanted is not None:
+        torch.set_num_threads(wanted)
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     threads = min(torch.get_num_threads(), most)
     numba.set_num_threads(threads)

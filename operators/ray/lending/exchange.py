@@ -7,6 +7,9 @@ travel by the exchange, and so do their answers, back to the call that they are 
 Nothing is kept on disk, for nothing is lost without it: engines go by what they are told with each beat. A loan that
 the exchange does not name any more, because who had it has ended, was silent for too long, or the exchange itself
 began anew, is run again by who lent it. What others answer of it then comes too late, and is dropped.
+
+Where no move pays, an engine without work lends its cores to the one of its node that would end last, until it has
+work or leaves. A few rows, or the last one, cannot be shared otherwise. For half a second both may compute on them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class _Engine:
     idle: bool = False
     heard: float = 0.0  # when
     asked_for: str | None = None  # the process that it is to lend to
+    cores_for: str | None = None  # the process that may compute on its cores
     ask_after: float = 0.0
     borrowed: list[Loan] = field(default_factory=list)  # to be told
     answered: list[LoanAnswers] = field(default_factory=list)  # to be told
@@ -68,6 +72,8 @@ class RowExchange:
         self._forget_the_dead(beat, now)
         engine = self._engines.setdefault(beat.process, _Engine(beat.actor, beat.place))
         engine.seconds, engine.idle, engine.heard = beat.seconds, beat.idle, now
+        if not engine.idle:
+            engine.cores_for = None
         self._take(engine, beat, now)
         if beat.leaves:
             self._forget(beat.process)
@@ -111,7 +117,7 @@ class RowExchange:
                 self._engines[open_loan.lender].answered.append(answers)
 
     def _match(self, now: float) -> None:
-        """Ask those that would end last to lend to those without work."""
+        """Ask those that would end last to lend to those without work, or let them have the cores of these."""
         for process in list(self._engines):
             if not self._is_free(process):
                 continue
@@ -127,6 +133,20 @@ class RowExchange:
             ]
             if late:
                 max(late, key=lambda engine: engine.seconds or 0.0).asked_for = process
+            else:
+                free.cores_for = self._declined_last(free, now)
+
+    def _declined_last(self, free: _Engine, now: float) -> str | None:
+        """Find the process that would end last of those that have declined to lend, and can take cores of this one."""
+        seconds = {
+            process: engine.seconds
+            for process, engine in self._engines.items()
+            if engine.seconds is not None
+            and engine.seconds >= LEAST_SECONDS
+            and now < engine.ask_after
+            and engine.place.takes_cores_of(free.place)
+        }
+        return max(seconds, key=seconds.__getitem__, default=None)
 
     def _is_free(self, process: str) -> bool:
         """Tell whether an engine has nothing to run, and will have nothing."""
@@ -150,4 +170,5 @@ class RowExchange:
                     del self._loans[answers.number]
         loans = frozenset(number for number, loan in self._loans.items() if loan.lender == process)
         others_work = any(not other.idle for name, other in self._engines.items() if name != process)
-        return Orders(engine.asked_for is not None, borrowed, answered, loans, others_work)
+        cores = sum(other.place.cores for other in self._engines.values() if other.cores_for == process)
+        return Orders(engine.asked_for is not None, borrowed, answered, loans, others_work, cores)

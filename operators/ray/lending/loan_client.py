@@ -80,6 +80,7 @@ class LoanClient:
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._wanted = False
+        self._cores = 0
         self._idle = self._alone = self._others_work = False
         self._seconds: float | None = None
         self._news = self._declines = self._leaves = False
@@ -98,6 +99,11 @@ class LoanClient:
     def wanted(self) -> bool:
         """Whether rows are to be lent."""
         return self._wanted
+
+    @property
+    def cores(self) -> int:
+        """How many cores of others this engine may compute on."""
+        return self._cores
 
     @property
     def can_lend(self) -> bool:
@@ -172,7 +178,7 @@ class LoanClient:
     def _end(self) -> None:
         """Lend and help no more."""
         with self._changed:
-            self._alone, self._wanted = True, False
+            self._alone, self._wanted, self._cores = True, False, 0
             self._changed.notify_all()
 
     @property
@@ -218,7 +224,7 @@ class LoanClient:
             self._lender.borrow(BorrowedRows(loan, self._flight, self.answer))
         with self._changed:
             self._wanted = orders.lend and not (self._to_lend or self._declines)
-            self._others_work = orders.others_work
+            self._others_work, self._cores = orders.others_work, orders.cores
             self._changed.notify_all()
 
     def _take_back(self, loans: frozenset[str]) -> None:

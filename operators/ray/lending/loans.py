@@ -56,6 +56,7 @@ class Orders:
     answered: tuple[LoanAnswers, ...] = ()  # of what it has lent
     loans: frozenset[str] = frozenset()  # what it has lent and somebody answers still; the rest is its own again
     others_work: bool = False  # some other engine has rows to run
+    cores: int = 0  # of engines of its node without work, that it may compute on beside its own
 
 
 class NoExchange(Exception):

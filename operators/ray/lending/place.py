@@ -18,25 +18,31 @@ class Place:
 
     node: str
     units: frozenset[str]
+    cores: int = 0  # that it has reserved, and whichever of the node's these are; 0: it computes on others, or devices
 
     @classmethod
     def here(cls) -> Place:
         """Return the place of this process, which is an actor's."""
         context: Any = ray.get_runtime_context()
         node: str = context.get_node_id()
+        actor, reserved = str(context.get_actor_id()), context.get_assigned_resources().get("CPU", 0.0)
         units = computing_units(
             context.get_accelerator_ids(),
-            actor=str(context.get_actor_id()),
-            reserved=context.get_assigned_resources().get("CPU", 0.0),
+            actor=actor,
+            reserved=reserved,
             promised=resources_of(node).get("CPU", 0.0),
             cores=sorted(os.sched_getaffinity(0)),
             threads=os.environ.get("OMP_NUM_THREADS", ""),
         )
-        return cls(node, units)
+        return cls(node, units, int(reserved) if units == _own_cores(actor) else 0)
 
     def is_apart(self, other: Place) -> bool:
         """Tell whether two engines there share nothing that they compute on."""
         return self.node != other.node or not self.units & other.units
+
+    def takes_cores_of(self, other: Place) -> bool:
+        """Tell whether an engine here could compute on the cores of the other one as well, if that one did not."""
+        return self.node == other.node and self.is_apart(other) and self.cores > 0
 
 
 def computing_units(
@@ -61,5 +67,9 @@ def computing_units(
     if devices:
         return frozenset(devices)
     if reserved >= 1 and promised <= len(cores) and threads.isdecimal() and int(threads) <= reserved:
-        return frozenset([f"CPUs of {actor}"])
+        return _own_cores(actor)
     return frozenset(f"core {number}" for number in cores)
+
+
+def _own_cores(actor: str) -> frozenset[str]:
+    return frozenset([f"CPUs of {actor}"])
