@@ -145,7 +145,7 @@ TABLE: dict[str, Family] = {
         _make("Llama4TextConfig", "num_hidden_layers", **_LLAMA4),
         Known("Llama-4-Scout", 48, 8, 128, windows=36),
         "chunks, NoPE layers, queries scaled by position, experts",
-        fused="norms",
+        fused="MLP, norms",
     ),
     "llama4_images": Family(
         "Llama 4 with images",
@@ -154,7 +154,7 @@ TABLE: dict[str, Family] = {
             vision_config={**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
         ),
         tested="text alone",
-        fused="norms",
+        fused="MLP, norms",
     ),
     "qwen2": Family(
         "Qwen 2, Qwen 2.5",
