@@ -4,4 +4,14 @@ Must not import anything of llmbatch but `errors`.
 Start reading at `memory`.
 """
 
-__all__ = ["at_once", "cache", "cancel_signal", "garbage", "measurements", "memory", "processes", "tuning"]
+__all__ = [
+    "at_once",
+    "borrowed_threads",
+    "cache",
+    "cancel_signal",
+    "garbage",
+    "measurements",
+    "memory",
+    "processes",
+    "tuning",
+]
