@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.perf_model.work import Rates, most_padding, overlapped, step_parts
+from llmbatch.perf_model.work import Rates, overlapped, padding_of_many_rows, step_parts
 
 _MOST: Final = 1 << 20  # tokens of a step, more than any has
 _ROUNDS: Final = 4  # of finding out together how long a job takes, and what arrives meanwhile
@@ -71,7 +71,7 @@ def work_to_end(rates: Rates, exponent: float, seconds: float, left: WorkLeft) -
     """
     most = seconds - rates.step_seconds
     weights = rates.weight_seconds / most if rates.weights_share_memory else 0.0
-    padding = most_padding(rates) / most if rates.tile_seconds > 0.0 else 0.0
+    padding = padding_of_many_rows(rates) / most if rates.tile_seconds > 0.0 else 0.0
     compute, memory, total = left.compute, left.memory, overlapped(left.compute, left.memory, exponent)
     for _ in range(_ROUNDS):
         compute, memory = left.compute + left.compute_rate * total, left.memory + left.memory_rate * total
@@ -98,4 +98,4 @@ def compute_within(rates: Rates, exponent: float, seconds: float, read: float) -
     if reads >= most:
         return 0.0
     computes: float = most * (1.0 - (reads / most) ** exponent) ** (1.0 / exponent)
-    return max(computes - most_padding(rates), 0.0)
+    return max(computes - padding_of_many_rows(rates), 0.0)

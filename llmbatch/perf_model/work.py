@@ -188,7 +188,7 @@ def padding_seconds(rates: Rates, tokens: Any) -> Any:
 
 
 @compiled
-def most_padding(rates: Rates) -> float:
+def padding_of_many_rows(rates: Rates) -> float:
     """Predict the seconds of compute by which products of experts fill up tiles, where each expert has many rows."""
     return rates.tile_seconds * _empty_share(rates)
 
@@ -202,7 +202,7 @@ def least_products(rates: Rates) -> float:
 @compiled
 def hidden_seconds(rates: Rates) -> float:
     """Return the seconds of products that make such a step no longer: they hide behind the reading, or in tiles."""
-    hidden: float = least_products(rates) - most_padding(rates)
+    hidden: float = least_products(rates) - padding_of_many_rows(rates)
     return hidden
 
 

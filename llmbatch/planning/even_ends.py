@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import as_python
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import least_products, most_padding
+from llmbatch.perf_model.work import least_products, padding_of_many_rows
 from llmbatch.planning.lengths import Expected
 
 Floats = NDArray[np.float64]
@@ -121,7 +121,7 @@ def seconds_left(
     steps = max(float(left.steps[which].max(initial=0.0)), float(left.held[which].sum()) / pool_tokens)
     rates = cost.rates
     fixed = steps * rates.step_seconds
-    compute += steps * float(as_python(most_padding)(rates))
+    compute += steps * float(as_python(padding_of_many_rows)(rates))
     if rates.weights_share_memory:
         return float(cost.overlap(compute, memory + steps * rates.weight_seconds)) + fixed
     return max(float(cost.overlap(compute, memory)), steps * float(as_python(least_products)(rates))) + fixed

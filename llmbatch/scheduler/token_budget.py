@@ -42,7 +42,7 @@ from typing import Final, NamedTuple
 from llmbatch.compilation.decorators import as_python, compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import Rates, hidden_seconds, memory_seconds, most_padding
+from llmbatch.perf_model.work import Rates, hidden_seconds, memory_seconds, padding_of_many_rows
 from llmbatch.planning.plan import Plan
 
 STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
@@ -119,7 +119,7 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: fl
         return budget_in_turn(cost) if cost.law == "bytes" else FixedBudget(most_tokens(cost.rates))
     rates, token = cost.rates, float(cost.prompt_seconds(1))
     full = decided.density * pool_tokens * rates.seconds_per_kv_token / token
-    padded = _least_with_ramps(as_python(most_padding)(rates), decided, answer) / token
+    padded = _least_with_ramps(as_python(padding_of_many_rows)(rates), decided, answer) / token
     wanted = max(2 * rates.weight_seconds, _least_with_ramps(rates.step_seconds, decided, answer)) / token
     wanted = max(wanted, min(padded, full))
     return SteadyBudget(_in_tiles(max(wanted, full) if cost.law == "bytes" else wanted, rates))

@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,16 +30,12 @@ from llmbatch.operators.ray.dataset import _planner, _worker  # noqa: E402
 from llmbatch.operators.ray.sharding import Shards  # noqa: E402
 from tests.support.models import chat_model_folder  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
-from tests.support.ray_jobs import Job, answered, flights, kill, rows_of, start, until, when_running  # noqa: E402
+from tests.support.ray_jobs import Job, answered, flights, kill, rows_of, until, when_running  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    start(num_cpus=2, include_dashboard=False)
-    yield
-    ray.shutdown()
+pytestmark = [
+    pytest.mark.usefixtures("ray_of_two_cpus"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray's own, about its settings
+]
 
 
 def operator(model: str, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,16 +14,12 @@ pytest.importorskip("ray.data")
 
 from llmbatch import LLMOperator  # noqa: E402
 from tests.serving.test_serve import MODEL, serving  # noqa: E402
-from tests.support.ray_jobs import answered, rows_of, start  # noqa: E402
+from tests.support.ray_jobs import answered, rows_of  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    start(num_cpus=2, include_dashboard=False)
-    yield
-    ray.shutdown()
+pytestmark = [
+    pytest.mark.usefixtures("ray_of_two_cpus"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray's own, about its settings
+]
 
 
 def test_rows_are_answered_by_an_endpoint_and_its_actor_needs_no_core_and_no_torch(

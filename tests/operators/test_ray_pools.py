@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,22 +18,16 @@ from llmbatch import LLMOperator  # noqa: E402
 from llmbatch.operators.ray import dataset  # noqa: E402
 from llmbatch.operators.ray.lending.place import Place  # noqa: E402
 from llmbatch.operators.ray.sharding import Shards  # noqa: E402
-from tests.support.ray_jobs import Job, answered, kill, rows_of, start, until  # noqa: E402
+from tests.support.ray_jobs import Job, answered, kill, rows_of, until  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("ray_of_two_cpus"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray's own, about its settings
 ]
 TOLD = ["id", "text", "generated_text", "finish_reason", "error"]
 LONG, SHORT = 60, 2  # tokens
 SHARDS = 6  # that Ray Data gives an actor of a pool that may grow before it begins another one
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    start(num_cpus=2, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def operator(model: str, **options: Any) -> Any:

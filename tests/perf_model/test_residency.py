@@ -16,7 +16,7 @@ from llmbatch.perf_model.hardware import RESERVED, find_hardware
 from llmbatch.perf_model.residency import Host, with_host_weights
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.perf_model.step_bound import WorkLeft, compute_within, work_to_end
-from llmbatch.perf_model.work import most_padding, padding_seconds, step_parts, weights_read
+from llmbatch.perf_model.work import padding_of_many_rows, padding_seconds, step_parts, weights_read
 from llmbatch.scheduler.token_budget import (
     MOST_TOKENS,
     TILE,
@@ -83,7 +83,7 @@ def test_experts_with_many_rows_end_anywhere_in_a_tile() -> None:
     expected = np.mean([drawn_padding(int(one)) for one in tokens]) * CARD.rates.tile_seconds
     found = padding_seconds(CARD.rates, tokens.astype(np.float64))
     assert found.mean() == pytest.approx(expected, rel=0.02)
-    assert found.max() == pytest.approx(most_padding(CARD.rates))
+    assert found.max() == pytest.approx(padding_of_many_rows(CARD.rates))
 
 
 def test_a_step_of_few_rows_an_expert_is_starved_of_compute_and_one_of_16384_tokens_is_not() -> None:
@@ -102,7 +102,7 @@ def test_a_step_of_few_rows_an_expert_is_starved_of_compute_and_one_of_16384_tok
 def test_nothing_is_filled_up_where_a_tile_is_a_row_or_there_are_no_experts(name: str) -> None:
     rows = CostModel(find_shape(name), replace(find_hardware("h100"), expert_tile=1 if "mix" in name else 64))
     assert padding_seconds(rows.rates, np.array([1.0, 7.0, 1000.0])).tolist() == [0.0, 0.0, 0.0]
-    assert most_padding(rows.rates) == 0.0
+    assert padding_of_many_rows(rows.rates) == 0.0
 
 
 @pytest.mark.parametrize("tile", [64, 512])
@@ -127,7 +127,7 @@ def test_a_bounded_step_computes_for_as_long_as_tiles_leave_it() -> None:
 def test_a_job_of_bounded_steps_has_tiles_to_fill_up_in_each() -> None:
     left = WorkLeft(compute=10.0, memory=0.0, compute_rate=0.0, memory_rate=0.0)
     _, _, total = as_python(work_to_end)(CARD.rates, 1.0, 1.0, left)
-    assert total == pytest.approx(10.0 / (1.0 - most_padding(CARD.rates)), rel=0.01)
+    assert total == pytest.approx(10.0 / (1.0 - padding_of_many_rows(CARD.rates)), rel=0.01)
 
 
 @pytest.mark.parametrize(("pool", "binds"), [(2e6, "pool"), (1e8, "tiles")])
@@ -137,7 +137,7 @@ def test_steps_of_rows_of_one_kind_are_large_for_the_sake_of_tiles_but_no_larger
     cost = CostModel(find_shape("deepseek-r1"), find_hardware("h20").group(16))
     decided: Any = SimpleNamespace(density=30.0, optimal_seconds=3000.0)
     full = 30.0 * pool * cost.rates.seconds_per_kv_token / cost.rates.seconds_per_token
-    tiles = (2 * most_padding(cost.rates) * 3000.0 / 2048) ** 0.5 / cost.rates.seconds_per_token
+    tiles = (2 * padding_of_many_rows(cost.rates) * 3000.0 / 2048) ** 0.5 / cost.rates.seconds_per_token
     wanted = {"pool": full, "tiles": tiles}[binds]
     assert steady_budget(decided, cost, pool, 2048.0).step_tokens == pytest.approx(wanted, abs=TILE)
 

@@ -14,7 +14,7 @@ from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
-from llmbatch.perf_model.work import most_padding
+from llmbatch.perf_model.work import padding_of_many_rows
 from llmbatch.planning.even_ends import (
     JOIN_SECONDS,
     RowsLeft,
@@ -135,4 +135,4 @@ def test_each_step_of_a_mixture_fills_up_tiles_of_its_experts() -> None:
     more = seconds_left(left, every, whole, POOL_TOKENS) - seconds_left(left, every, rows, POOL_TOKENS)
     steps = left.held.sum() / POOL_TOKENS
     assert steps > 1000
-    assert more == pytest.approx(steps * most_padding(whole.rates))
+    assert more == pytest.approx(steps * padding_of_many_rows(whole.rates))
