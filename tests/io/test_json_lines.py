@@ -18,6 +18,7 @@ from llmbatch.io.reading import jsonl as module
 from llmbatch.io.reading.dataset import Dataset
 from tests.support.datasets import jsonl, refusal
 from tests.support.jobs import Job, begun, rows
+from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 
 SCHEMA = AnswerSchema().columns
 LINES = [
@@ -118,6 +119,40 @@ def test_columns_are_text_where_any_block_needs_it(tmp_path: Path, monkeypatch: 
     assert refusal(path, other) == (
         f"a column must have one type, but 'm' is an object in line 1 of {path} and a string in line 1 of {other}"
     )
+
+
+@pytest.mark.parametrize("block", [1 << 20, 7])
+@pytest.mark.parametrize(
+    "values",
+    [
+        ['[{"role": "user", "content": "x"}]', '[{"role": "user", "content": [{"type": "text", "text": "y"}]}]'],
+        ['[{"content": "x"}, null, {"content": ["y"]}]', "null"],
+        ['{"stop": "x"}', "null", '{"stop": ["x", "y"]}'],
+        ['{"a": 9223372036854775808}', '{"a": 0.5}'],
+        ['{"a": 1}', '[{"a": 1}]'],
+    ],
+)
+def test_objects_without_a_type_in_common_are_json_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, values: list[str]
+) -> None:
+    monkeypatch.setattr(module, "_BLOCK", block)
+    path = jsonl(tmp_path / "in.jsonl", *(f'{{"n": {n}, "m": {value}}}' for n, value in enumerate(values)))
+    table = Dataset.resolve([path]).read()
+    assert table["m"].to_pylist() == [None if value == "null" else value for value in values]
+    assert table["n"].to_pylist() == list(range(len(values)))
+
+
+def test_messages_of_text_and_of_parts_are_answered_in_one_file(tmp_path: Path) -> None:
+    """As OpenAI's clients write them."""
+    model = tiny_model_folder(tmp_path / "model", "llama", chat_template=CHAT_TEMPLATE)
+    contents = ['"hi"', '[{"type": "text", "text": "hi"}]']
+    lines = [f'{{"m": [{{"role": "user", "content": {content}}}]}}' for content in contents]
+    source = jsonl(tmp_path / "in.jsonl", *lines)
+    out = tmp_path / "out.jsonl"
+    llmbatch.run(source, str(out), model=model, messages="m", engine="simulated", max_tokens=3, dtype="float32")
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["m"] for row in found] == [json.loads(line)["m"] for line in lines]
+    assert found[0]["num_input_tokens"] == found[1]["num_input_tokens"] > 0
 
 
 # What pyarrow alone would read otherwise

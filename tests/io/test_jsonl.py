@@ -160,7 +160,7 @@ def test_a_value_that_does_not_fit_its_column_is_refused_by_line(
 
 
 @pytest.mark.parametrize(
-    "value", ["1" * 30, "-9223372036854775809", '[{"b": 9223372036854775808}]', "[0.5, 9223372036854775808]"]
+    "value", ["1" * 30, "-9223372036854775809", "[[9223372036854775808]]", "[0.5, 9223372036854775808]"]
 )
 def test_a_whole_number_beyond_64_bits_is_refused_in_plain_words(tmp_path: Path, value: str) -> None:
     path = jsonl(tmp_path / "1.jsonl", '{"b": 1, "a": null}', f'{{"b": 1, "a": {value}}}')
@@ -170,9 +170,16 @@ def test_a_whole_number_beyond_64_bits_is_refused_in_plain_words(tmp_path: Path,
     )
 
 
-@pytest.mark.parametrize("value", ['"\\ud800"', '[1, "x"]'])
-def test_a_value_that_no_column_holds_is_refused_by_line(tmp_path: Path, value: str) -> None:
-    path = jsonl(tmp_path / "1.jsonl", '{"b": 1, "a": null}', f'{{"b": 1, "a": {value}}}')
+def test_half_of_a_character_is_refused_by_line_in_plain_words(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "1.jsonl", '{"a": "x"}', '{"a": "cut \\ud83d"}')
+    assert refusal(path) == (
+        f"column 'a' of line 2 of {path} cannot be held by a table (it has half of a character, '\\ud83d'): write the "
+        "whole character, or none"
+    )
+
+
+def test_a_value_that_no_column_holds_is_refused_by_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "1.jsonl", '{"b": 1, "a": null}', '{"b": 1, "a": [1, "x"]}')
     assert refusal(path).startswith(f"column 'a' of line 2 of {path} cannot be held by a table: ")
 
 
@@ -182,7 +189,7 @@ def test_a_name_that_no_column_has_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1 << 20, 7])
-@pytest.mark.parametrize(("one", "other"), [("[1]", '["x"]'), ('{"b": 1}', '{"b": "x"}'), (str(2**60 + 1), "0.5")])
+@pytest.mark.parametrize(("one", "other"), [("[1]", '["x"]'), ("[1]", '[{"b": 1}]'), (str(2**60 + 1), "0.5")])
 def test_values_of_one_kind_that_share_no_type_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, one: str, other: str
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -136,6 +137,12 @@ def is_wide_value(values: Sequence[object]) -> bool:
             if isinstance(one, dict | list):
                 stack.append(((*path, key), one))
     return False
+
+
+def holds_objects(values: Sequence[object]) -> bool:
+    """Tell whether each of these values is null, an object, or a list of objects and nulls."""
+    elements = chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+    return all(one is None or isinstance(one, dict) for one in elements)
 
 
 def _read(block: Block, options: pj.ParseOptions) -> pa.Table | None:

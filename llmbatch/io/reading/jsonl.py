@@ -1,8 +1,9 @@
 """JSONL files as rows, read forwards: one JSON object a line, types inferred from all rows.
 
 Strings stay strings, also if they look like dates; numbers are int64, or double if one is not whole. Objects with very
-many keys and deeply nested values are kept as JSON text. Every file is read twice, a few thousand lines at a time: once
-to find the columns, once for the rows.
+many keys, deeply nested values, and objects of which some key has values without a type in common (the content of
+messages: text here, a list of parts there) are kept as JSON text. Every file is read twice, a few thousand lines at a
+time: once to find the columns, once for the rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from llmbatch.io.reading.json_block import (
     Block,
     Row,
     has_large_integers,
+    holds_objects,
     infer,
     is_wide,
     is_wide_value,
@@ -166,11 +168,17 @@ def _common(
         fields = [pa.schema([pa.field("", kind)]) for kind in found]
         common = pa.unify_schemas(fields, promote_options="permissive").types[0]
     except pa.ArrowException as error:
-        if json_columns:
+        if json_columns or all(_is_object(kind) for kind in found):
             return TEXT
         raise _blame(files, name, error) from None
     has_widened = json_columns and any(_widens(kind, common) for kind in found)
     return TEXT if has_widened or is_wide(common) else common
+
+
+def _is_object(kind: pa.DataType) -> bool:
+    """Tell whether `holds_objects` is true of values of a type."""
+    kind = kind.value_type if pa.types.is_list(kind) else kind
+    return bool(pa.types.is_struct(kind) or pa.types.is_null(kind))
 
 
 def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
@@ -200,7 +208,8 @@ def _array(
         array = pa.array(made, kind)
     except _MISFITS as error:
         misfits = [*_misfits(made, kind)]
-        if json_columns and misfits and not {*misfits} & {*json_columns, *text_columns}:
+        unlike = kind is None and all(holds_objects([row.get(name) for row in rows]) for name in misfits)
+        if (json_columns or unlike) and misfits and not {*misfits} & {*json_columns, *text_columns}:
             return _array(files, rows, None, (*json_columns, *misfits), text_columns)
         raise _blame(files, misfits[0] if misfits else "", error) from None
     if kind is not None or not text:
@@ -270,6 +279,11 @@ def _blame(files: Sequence[InputFile], name: str, error: Exception) -> DataError
                     return DataError(
                         f"column {name!r} of {place} cannot be held by a table (a whole number does not fit in 64 "
                         "bits, with its sign): write it as text, in quotes"
+                    )
+                if isinstance(own, UnicodeEncodeError):
+                    return DataError(
+                        f"column {name!r} of {place} cannot be held by a table (it has half of a character, "
+                        f"{own.object[own.start]!a}): write the whole character, or none"
                     )
                 return DataError(f"column {name!r} of {place} cannot be held by a table: {own}")
             kind = kind_of(value)
