@@ -189,6 +189,32 @@ def test_rope_that_is_scaled_in_another_way_is_refused_by_its_key(
     )
 
 
+def test_phi_3_turns_the_part_of_a_head_and_has_the_window_that_metadata_say(tmp_path: Path) -> None:
+    more = {"rope.dimension_count": 6, "attention.sliding_window": 16}
+    write_gguf(gguf, tmp_path / "m.gguf", "phi3", more=more)
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    config = AutoConfig.from_pretrained(tmp_path / "ours")
+    assert config.rope_parameters["partial_rotary_factor"] == 6 / 8
+    assert config.sliding_window == 16
+    rotary: Any = load_model(str(tmp_path / "ours"), platform=HOST).module.get_submodule("model.rotary_emb")
+    assert len(rotary.inv_freq) == 6 / 2
+
+
+def test_a_window_of_0_is_none(tmp_path: Path) -> None:
+    """So do files of Phi 4 say that it is no Phi 3."""
+    write_gguf(gguf, tmp_path / "m.gguf", "phi3", more={"attention.sliding_window": 0})
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    assert AutoConfig.from_pretrained(tmp_path / "ours").sliding_window is None
+
+
+def test_a_model_whose_rope_turns_whole_heads_is_refused_by_the_key_that_says_otherwise(tmp_path: Path) -> None:
+    write_metadata(gguf, tmp_path / "m.gguf", "qwen2", more={"rope.dimension_count": 4})
+    assert refusal(tmp_path / "m.gguf") == (
+        "model FILE uses rope of a part of each head (qwen2.rope.dimension_count = 4 of 8), which is not supported: "
+        f"such GGUF files are of phi3; {FOLDER}"
+    )
+
+
 @pytest.mark.parametrize(
     ("architecture", "part"),
     [

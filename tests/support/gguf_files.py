@@ -42,11 +42,12 @@ def write_gguf(
     tied: bool = False,
     rope: dict[str, Any] | None = None,
     divisors: Any = None,
+    more: dict[str, int] | None = None,
 ) -> None:
     """Write a model of two layers and a byte-level tokenizer.
 
     `element` is a type of numpy, or bfloat16: float32 whose numbers bfloat16 holds. `rope` are metadata of scaled rope,
-    `divisors` the tensor of its frequencies.
+    `divisors` the tensor of its frequencies, `more` metadata that differ from those of other models here.
     """
     described = path.with_suffix(".metadata")
     write_metadata(gguf, described, architecture, [] if tied else ["output.weight"])
@@ -69,14 +70,19 @@ def write_gguf(
     numbers = {name: _numbers(tensor, element) for name, tensor in tensors.items()}
     if divisors is not None:
         numbers["rope_freqs.weight"] = divisors
-    write_tensors(gguf, path, architecture, numbers, rope)
+    write_tensors(gguf, path, architecture, numbers, rope, more)
 
 
 def write_metadata(
-    gguf: Any, path: Path, architecture: str, tensors: list[str] | None = None, rope: dict[str, Any] | None = None
+    gguf: Any,
+    path: Path,
+    architecture: str,
+    tensors: list[str] | None = None,
+    rope: dict[str, Any] | None = None,
+    more: dict[str, int] | None = None,
 ) -> None:
     """Write a file of metadata, with a number in each of these tensors."""
-    write_tensors(gguf, path, architecture, {name: np.zeros(1, np.float32) for name in tensors or ()}, rope)
+    write_tensors(gguf, path, architecture, {name: np.zeros(1, np.float32) for name in tensors or ()}, rope, more)
 
 
 def _numbers(tensor: torch.Tensor, element: str) -> Any:
@@ -97,14 +103,18 @@ def _shape(architecture: str, name: str, shape: tuple[int, ...]) -> tuple[int, .
 
 
 def write_tensors(
-    gguf: Any, path: Path, architecture: str, tensors: dict[str, Any], rope: dict[str, Any] | None = None
+    gguf: Any,
+    path: Path,
+    architecture: str,
+    tensors: dict[str, Any],
+    rope: dict[str, Any] | None = None,
+    more: dict[str, int] | None = None,
 ) -> None:
     """Write a file of metadata, `rope` among them as those of scaled rope, and these tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     known: Any = GGUF_CONFIG_MAPPING.get(_NAMES.get(architecture, architecture), {})
-    for name in known:
-        if name in _METADATA:
-            value = _METADATA[name]
+    for name, value in {**_METADATA, **(more or {})}.items():
+        if name in known or name in (more or {}):
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{name}", value)
     for name, value in (rope or {}).items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]

@@ -19,7 +19,7 @@ from llmbatch.system.processes import start_beside
 ModelFiles = tuple[tuple[str, list[int]], ...]  # of each its name, and metadata that changes with it
 
 _HUB_SECONDS: Final = 8.0
-_CONVERSION: Final = 2  # of GGUF files: another number where a file gives another folder than before
+_CONVERSION: Final = 3  # of GGUF files: another number where a file gives another folder than before
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 _MADE_OF: Final = ("config.json", "*.py", "*.index.json", *_WEIGHTS)

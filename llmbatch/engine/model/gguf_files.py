@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import check_runs
-from llmbatch.engine.model.gguf_rope import scale_rope
+from llmbatch.engine.model.gguf_attention import read_attention
 from llmbatch.engine.model.refusals import unsupported
 from llmbatch.errors import ModelError
 
@@ -82,7 +82,7 @@ def main(source: str, target: str) -> None:
 def convert(file: Path, target: Path) -> None:
     """Write a GGUF file as a transformers folder, in bfloat16 if that loses nothing, else in float32.
 
-    It is the folder that transformers would save, but for the order of weights, and scaled rope (`gguf_rope`). Raises
+    It is the folder that transformers would save, but for the order of weights, and what `gguf_attention` reads. Raises
     ModelError, before any weight is read, where the model or its types are not supported or some of its weights are not
     in the file.
     """
@@ -126,7 +126,7 @@ def _supported_config(file: Path, architecture: str, reader: Any) -> PretrainedC
         if architecture in ARCHITECTURES:
             raise
         raise refusal from error
-    scale_rope(file, reader, config)
+    read_attention(file, reader, config)
     check_runs(str(file), config)
     if architecture not in ARCHITECTURES:
         raise refusal

@@ -1,7 +1,8 @@
-"""Reads from a GGUF file how its model scales its rope, which transformers passes over.
+"""Reads from a GGUF file what its model's attention needs to know and transformers passes over.
 
-Metadata name a type, `linear` or `yarn`, and its factor. The tensor `rope_freqs` has a divisor for each frequency, as
-Llama 3.1 needs them; a config says that as rope of type longrope whose short and long factors are these.
+How rope is scaled: metadata name a type, `linear` or `yarn`, and its factor. The tensor `rope_freqs` has a divisor for
+each frequency, as Llama 3.1 needs them; a config says that as rope of type longrope whose short and long factors are
+these. How many numbers of a head rope turns, where it is not all of them. And the window of Phi 3.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from transformers import PretrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from llmbatch.engine.model.refusals import unsupported
 from llmbatch.errors import ModelError
 
 _SUPPORTED: Final = "rope of GGUF files is scaled as linear or yarn by a factor, or by a tensor rope_freqs"
 _WAY_OUT: Final = "take the same model's folder of .safetensors files"
+_PARTIAL: Final = ("phi3",)  # types of models whose rope heeds `partial_rotary_factor`
+_TURNED: Final = "rope.dimension_count"
 _DIVISORS: Final = "rope_freqs.weight"
 _OTHERS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 _WITHOUT_EFFECT: Final = {  # metadata of scaled rope, by what makes no difference; None: whatever they are
@@ -32,24 +36,44 @@ _YARN: Final = {
 }
 
 
-def scale_rope(file: Path, reader: Any, config: PretrainedConfig) -> None:
-    """Give the config of a GGUF file's model the scaled rope that the file tells of, if it does.
+def read_attention(file: Path, reader: Any, config: PretrainedConfig) -> None:
+    """Give the config of a GGUF file's model the rope and the window that the file tells of, if it does.
 
-    Where layers differ, the rope of full attention is scaled. Raises ModelError where it is scaled in another way.
+    Where layers differ, the rope of full attention is read. Raises ModelError where rope is of another kind.
     """
     text: Any = config.get_text_config()
+    if text.model_type == "phi3":
+        text.sliding_window = _metadata(reader, "attention.sliding_window") or None  # 0 says that it has none
     by_metadata, by_divisors = _by_metadata(file, reader), _by_divisors(file, reader, text)
     if by_metadata and by_divisors:
         raise _refused(file, f"by metadata as {by_metadata['rope_type']}, and by the tensor {_DIVISORS}")
-    scaled = by_metadata or by_divisors
     parameters = getattr(text, "rope_parameters", None)
-    if not scaled or not parameters:
+    if not parameters:
         return
     kinds = {"": parameters} if "rope_theta" in parameters else parameters
     layers = "full_attention" if "full_attention" in kinds else ""
     if kinds[layers]["rope_type"] == "default":  # otherwise transformers knows more of it
-        kinds[layers] = {**kinds[layers], **scaled}
+        kinds[layers] = {**kinds[layers], **(by_metadata or by_divisors), **_turned(file, reader, text)}
         text.rope_parameters = kinds if layers else kinds[layers]
+
+
+def _metadata(reader: Any, key: str) -> Any:
+    """Read what a file says of its architecture, or None."""
+    field = reader.fields.get(f"{reader.fields['general.architecture'].contents()}.{key}")
+    return None if field is None else field.contents()
+
+
+def _turned(file: Path, reader: Any, text: Any) -> dict[str, Any]:
+    """Read which part of a head rope turns, as a parameter of a config; empty if it is all, or transformers reads it."""
+    turned = _metadata(reader, _TURNED)
+    size = _metadata(reader, "attention.key_length") or text.hidden_size // text.num_attention_heads
+    known: Any = GGUF_CONFIG_MAPPING.get(text.model_type, {})
+    if turned is None or turned >= size or known.get(_TURNED) is not None:
+        return {}
+    if text.model_type not in _PARTIAL:
+        part = f"rope of a part of each head ({text.model_type}.{_TURNED} = {turned} of {size})"
+        raise unsupported(str(file), part, f"such GGUF files are of {', '.join(_PARTIAL)}", _WAY_OUT)
+    return {"partial_rotary_factor": turned / size}
 
 
 def _by_metadata(file: Path, reader: Any) -> dict[str, Any]:
