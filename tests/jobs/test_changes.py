@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli.main import main
-from llmbatch.errors import DataError
+from llmbatch.errors import DataError, ParameterError
 from llmbatch.io.sealed_json import seal
 from tests.support.jobs import OTHER, Job, begun, check_goes_on, check_refused, contents, rows
 from tests.support.models import tiny_model_folder
@@ -45,6 +45,27 @@ def test_a_finished_job_says_so_and_ends_with_status_0(job: Job, capfd: pytest.C
     assert told.err == f"llmbatch: the output {job.out} is finished already; --restart starts over\n"
     assert json.loads(told.out)["finished_before"] is True
     assert contents(job.folder) == before
+
+
+def test_a_finished_output_says_that_it_keeps_its_compression(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    finish(job)
+    before = contents(job.folder)
+    assert main(job.command("--compression", "zstd")) == 0
+    assert "compression" not in capfd.readouterr().err
+    assert main(job.command("--compression", "none")) == 0
+    assert capfd.readouterr().err.startswith(
+        "llmbatch: the output keeps its compression, zstd: none would be that of a job that starts over (--restart)\n"
+    )
+    assert contents(job.folder) == before
+
+
+def test_a_compression_of_parquet_is_refused_for_jsonl(job: Job) -> None:
+    with pytest.raises(ParameterError) as raised:
+        job.to("out.jsonl.gz").run(compression="gzip")
+    assert str(raised.value) == (
+        "compression must be left out where the output is JSONL, got 'gzip': the output's name says it (.jsonl.gz, "
+        ".jsonl.zst)"
+    )
 
 
 def test_a_finished_output_that_was_moved_is_told_of_by_its_new_path(

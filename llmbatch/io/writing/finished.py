@@ -17,7 +17,7 @@ from llmbatch.io.reading.discovery import InputFile
 from llmbatch.io.reading.json_block import TEXT
 from llmbatch.io.reading.jsonl import JsonlFiles
 from llmbatch.io.writing.destination import Destination
-from llmbatch.io.writing.formats import CODECS, Arrow, StagedFormat, read_tables
+from llmbatch.io.writing.formats import CODECS, Arrow, Parquet, StagedFormat, read_tables
 from llmbatch.io.writing.manifest import decode, encode, encode_as_parquet, schema_of
 
 
@@ -104,6 +104,18 @@ class Finished:
         file = InputFile(to.folder, part, "JSONL", CODECS[to.suffix], size, {}, ())
         rows = JsonlFiles((file,), schema, (manifest["parts"][0]["rows"],), size).batches(0, 0, columns)
         return chain([pa.schema([schema.field(name) for name in columns]).empty_table()], rows)
+
+    def compression(self) -> str | None:
+        """Name the compression of its Parquet, as `COMPRESSIONS` do, or return None where no values are there."""
+        to = self.destination
+        there = set(to.folder.names())
+        for name in [name for name in self.names() if name in there and name.endswith(Parquet.suffix)]:
+            with to.folder.open(name) as stream:
+                written = pq.read_metadata(stream)
+            if written.num_row_groups and written.num_columns:
+                found = written.row_group(0).column(0).compression.lower()
+                return "none" if found == "uncompressed" else found
+        return None
 
     def _staged_columns(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of lines that have another form than rows, from the file that holds them as columns."""

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 
-from llmbatch.errors import DataError, JobError, RowError, StorageError
+from llmbatch.errors import DataError, JobError, ParameterError, RowError, StorageError
 from llmbatch.io.json_values import unwritable
 from llmbatch.io.sealed_json import START_OVER
 from llmbatch.io.writing.claims import Claims
@@ -45,6 +45,7 @@ from llmbatch.io.writing.writable import check_schema
 from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock, is_lock
 
+_USUAL: Final = "zstd"  # compression of Parquet
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
 
 
@@ -81,7 +82,7 @@ class Output:
         *,
         inputs: Sequence[str],
         storage_options: Mapping[str, Any] | None = None,
-        compression: str = "zstd",
+        compression: str = _USUAL,
         forms: Mapping[str, LineForm] | None = None,
         form: str | None = None,
     ) -> Output:
@@ -93,6 +94,13 @@ class Output:
         """
         parquet = Parquet(compression)
         destination = Destination.parse(url, storage_options)
+        if destination.suffix in CODECS and compression != _USUAL:
+            raise ParameterError(
+                f"compression must be left out where the output is JSONL, got {compression!r}: the output's name says "
+                "it (.jsonl.gz, .jsonl.zst)",
+                option="compression",
+                value=compression,
+            )
         destination.check_apart(inputs, has_errors=form is not None)
         try:
             destination.check_place()
@@ -106,6 +114,11 @@ class Output:
         Raises `DataError` if it is damaged, of another version, or names a part that is gone.
         """
         return self._finished.manifest()
+
+    def other_compression(self) -> str | None:
+        """Name the compression of the finished output here, if it is another one than is asked for now."""
+        found = self._finished.compression() if self._is_parquet else None
+        return None if found in (None, self._parquet.compression) else found
 
     def finished_tables(self, part: str, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of a part that the manifest names, with these columns, a few at a time; at least one table.
