@@ -29,6 +29,7 @@ from llmbatch.simulation.traces import Trace
 
 MAX_RUNNING = 8192
 _CONTEXT = 131_072  # tokens: the longest answer that the scheduler must reckon with where lengths are not known
+_MOST_PAGES = 1 << 24  # of a pool that is asked for: several times what a node has, and planned for within seconds
 _WINDOWS = 8  # the most that a row of a trace is taken to hold
 
 SIDES = ("left", "right")
@@ -124,11 +125,19 @@ def no_room(cost: CostModel) -> str:
 def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE) -> Pool:
     """Return the pages of `kv_memory` bytes; by default what a device has beside the weights and 4 GB a card.
 
-    Raises ParameterError where the model does not fit.
+    Raises ParameterError where the model does not fit, or a pool is asked for that no node has.
     """
     shape, hardware = cost.shape, cost.hardware
     memory = hardware.memory - hardware.cards * RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
-    if int(memory / shape.kv_bytes_per_token) // page_size < 1:
+    pages = int(memory / shape.kv_bytes_per_token) // page_size
+    if kv_memory is not None and pages > _MOST_PAGES:
+        raise ParameterError(
+            f"kv_memory must hold at most {_MOST_PAGES:,} pages of {page_size} tokens, got {kv_memory:g} bytes, which "
+            f"hold {pages:,}: name what a device has, or larger pages",
+            option="kv_memory",
+            value=kv_memory,
+        )
+    if pages < 1:
         raise ParameterError(
             f"the model must fit the device: {no_room(cost)}; use more cards (--tensor-parallel) or a larger one"
             if kv_memory is None

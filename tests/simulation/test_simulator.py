@@ -194,6 +194,7 @@ def test_json_is_all_that_standard_output_holds(trace: str, tmp_path: Path, capf
         (["--overlap-exponent", "0.5"], "overlap_exponent must be at least 1"),
         (["--sample-fraction", "0"], "sample_fraction must lie in (0, 1], got 0.0"),
         (["--kv-memory", "10"], "kv_memory must hold at least one page"),
+        (["--kv-memory", "1e15"], "kv_memory must hold at most 16,777,216 pages of 16 tokens, got 1e+15 bytes"),
         (["--steps-out", "nowhere/steps.parquet"], "steps_out must lie in a folder that is there (create it first)"),
     ],
 )
