@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from llmbatch.arguments import refusal
 from llmbatch.choices import DType, KVDType
+from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
 
 _PLENTY: Final = 1 << 50  # bytes of KV, where nothing is kept
@@ -34,13 +35,17 @@ def planner_options(options: Options) -> Options:
 def check_undecided(options: Options) -> None:
     """Refuse what a plan decides, and jobs that have no devices to plan for. Raises ParameterError."""
     if options.beside:
-        raise refusal("plan", "be given where endpoints answer, since they have the devices", "auto")
+        raise _no_devices("where endpoints answer, which have devices of their own")
     if options.engine != "torch":
-        raise refusal("plan", f"be given for engine={options.engine!r}, which has no devices", "auto")
+        raise _no_devices(f"for engine={options.engine!r}, which has no devices")
     plain = {field.name: field.default for field in fields(options)}
     for name in _DECIDED:
         if getattr(options, name) != plain[name]:
             raise refusal(name, "be left out where plan is auto, which decides it", getattr(options, name))
+
+
+def _no_devices(where: str) -> ParameterError:
+    return ParameterError(f"plan must be 'given' {where}, got 'auto': leave plan out", option="plan", value="auto")
 
 
 def _on_a_processor(options: Options) -> Options:

@@ -65,7 +65,7 @@ def gpus_of(nodes: Sequence[Mapping[str, float]], sharing: Sequence[int]) -> Off
     if known is None:
         told = sorted({name for node in nodes for name in node if name.startswith(_TYPE)})
         raise ParameterError(
-            "plan must be given where the cluster's GPUs are of several kinds, or of one that is not known, got "
+            "plan must be 'given' where the cluster's GPUs are of several kinds, or of one that is not known, got "
             f"{', '.join(told) or 'no accelerator_type'}: leave it out, and say tensor_parallel",
             option="plan",
             value="auto",

@@ -90,11 +90,11 @@ def test_a_job_without_rows_has_no_plan(model: str, tmp_path: Path, monkeypatch:
         ({"kv": "host"}, "kv must be left out where plan is auto, which decides it, got 'host'"),
         (
             {"engine": "simulated"},
-            "plan must be given for engine='simulated', which has no devices, got 'auto'",
+            "plan must be 'given' for engine='simulated', which has no devices, got 'auto': leave plan out",
         ),
         (
             {"beside": "http://localhost:1"},
-            "plan must be given where endpoints answer, since they have the devices, got 'auto'",
+            "plan must be 'given' where endpoints answer, which have devices of their own, got 'auto': leave plan out",
         ),
     ],
 )

@@ -56,6 +56,6 @@ def test_gpus_of_several_kinds_or_of_one_that_is_not_known_are_refused(
     with pytest.raises(ParameterError) as raised:
         gpus_of(nodes, MANY)
     assert str(raised.value) == (
-        f"plan must be given where the cluster's GPUs are of several kinds, or of one that is not known, got {got}: "
+        f"plan must be 'given' where the cluster's GPUs are of several kinds, or of one that is not known, got {got}: "
         "leave it out, and say tensor_parallel"
     )
