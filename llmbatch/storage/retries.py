@@ -56,6 +56,7 @@ _NO_CREDENTIALS: Final = {
     ),
     "google.auth.exceptions": ("DefaultCredentialsError", "RefreshError"),
 }
+_NO_PROFILE: Final = {"botocore.exceptions": ("ProfileNotFound",)}
 _AGAIN = ("ConditionalRequestConflict",)  # codes of errors that other fields do not tell
 _SLOW_DOWN = (408, 429)  # the statuses below 500 that ask for another try
 _NEVER = (501, 505)  # the statuses from 500 on that another try does not change
@@ -166,6 +167,8 @@ def _way_out(error: BaseException) -> str | None:
             return "change its permissions or name another place"
         if isinstance(link, (PermissionError, *_loaded(_NO_CREDENTIALS))) or _status(link) in (401, 403):
             return "check the credentials and what they allow"
+        if isinstance(link, _loaded(_NO_PROFILE)):
+            return "name one that ~/.aws/config has in AWS_PROFILE, or unset it"
         if _code(link) == "400":  # of a request to whose answer S3 gives no text
             return "check the region, and whether the credentials have expired"
     return None

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from aiohttp import ClientResponseError
-from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError, SSLError
+from botocore.exceptions import ClientError, NoCredentialsError, ProfileNotFound, ReadTimeoutError, SSLError
 from s3fs.errors import translate_boto_error
 
 from llmbatch.errors import StorageError
@@ -190,6 +190,11 @@ def test_refused_credentials_are_one_sentence(place: Location, s3: S3Server, wai
         (
             translate_boto_error(ClientError({"Error": {"Code": "400", "Message": "Bad Request"}}, "HeadObject")),
             "OUT cannot be written: Bad Request: check the region, and whether the credentials have expired",
+        ),
+        (
+            ProfileNotFound(profile="nobody"),
+            "OUT cannot be written: The config profile (nobody) could not be found: name one that ~/.aws/config has in "
+            "AWS_PROFILE, or unset it",
         ),
         (
             NoCredentialsError(),
