@@ -142,7 +142,13 @@ def main() -> None:
     columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "loop", "rest", "GB/s", "in pieces")
     print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))
     for kind in all_kinds() if options.roofline else usual_kinds():
-        if options.only not in kind.name or kind.keys * per_token > MOST_KV:
+        if options.only not in kind.name:
+            continue
+        if kind.keys * per_token > MOST_KV:
+            print(
+                f"{kind.name:40} left out: its keys and values take {kind.keys * per_token / 2**30:.1f} GiB, "
+                f"more than {MOST_KV / 2**30:.0f}"
+            )
             continue
         execute = prepared(loaded, kind)
         rounds = in_rounds(execute, options.repeats, clock, memory.rates)
