@@ -64,7 +64,7 @@ def _metadata(reader: Any, key: str) -> Any:
 
 
 def _turned(file: Path, reader: Any, text: Any) -> dict[str, Any]:
-    """Read which part of a head rope turns, as a parameter of a config; empty if it is all, or transformers reads it."""
+    """Read which part of a head rope turns, as a parameter of a config; empty where transformers knows it."""
     turned = _metadata(reader, _TURNED)
     size = _metadata(reader, "attention.key_length") or text.hidden_size // text.num_attention_heads
     known: Any = GGUF_CONFIG_MAPPING.get(text.model_type, {})
