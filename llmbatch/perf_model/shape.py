@@ -209,13 +209,14 @@ def _mixture(
     return ModelShape.from_config(config, 2.0, layer_bytes)
 
 
-# DeepSeek-V3's attention, and its first three layers, which do not route.
+# DeepSeek-V3's attention and experts, which Kimi-K2 has too.
 _DEEPSEEK: Final = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "n_shared_experts": 1, "first_k_dense_replace": 3, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "moe_intermediate_size": 2048,
 }  # fmt: skip  # a table
 
-# Models of the papers, in 2-byte weights and KV; DeepSeek-R1's matrices have 1 byte a number, as they are published.
+# Models of the papers, in 2-byte weights and KV; matrices of DeepSeek-R1 and Kimi-K2 have 1 byte a number, as they are
+# published.
 SHAPES: Mapping[str, ModelShape] = MappingProxyType(
     {
         "llama-3-8b": _named(8.03e9, 32, 32, 8, 128, 128256),
@@ -231,7 +232,12 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         "mixtral-8x22b": _mixture(6144, 56, 48, 8, 16384, 32768, 8, 2),
         "qwen3-30b-a3b": _mixture(2048, 48, 32, 4, 6144, 151936, 128, 8, head_dim=128, moe_intermediate_size=768),
         "qwen3-235b-a22b": _mixture(4096, 94, 64, 4, 12288, 151936, 128, 8, head_dim=128, moe_intermediate_size=1536),
-        "deepseek-r1": _mixture(7168, 61, 128, 128, 18432, 129280, 256, 8, layer_bytes=1.0, **_DEEPSEEK),
+        "deepseek-r1": _mixture(
+            7168, 61, 128, 128, 18432, 129280, 256, 8, layer_bytes=1.0, first_k_dense_replace=3, **_DEEPSEEK
+        ),
+        "kimi-k2": _mixture(
+            7168, 61, 64, 64, 18432, 163840, 384, 8, layer_bytes=1.0, first_k_dense_replace=1, **_DEEPSEEK
+        ),
     }
 )
 

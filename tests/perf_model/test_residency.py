@@ -41,6 +41,7 @@ CARD = CostModel(find_shape("mixtral-8x7b"), find_hardware("a5000"))
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235.1, 22.2),
         ("deepseek-r1", 671.0, 37.5),
+        ("kimi-k2", 1026.4, 32.6),
     ],
 )
 def test_shapes_with_experts_have_the_parameters_that_are_published(name: str, total: float, active: float) -> None:
