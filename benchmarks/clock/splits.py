@@ -54,8 +54,8 @@ weights are read for few rows a step, and the last rows decide. Where a copy's p
 has room for 33,000 tokens) a job takes twice to eleven times as long. 8 x 1 h20 is slower than 4 x 2 for conversations:
 the engines join at 114 s, where one of them is thought to need 17 s more and ends in 4.
 
-KV in the host's memory as well makes an A5000 1.3 to 3.8 times as fast (conversations 8,397 for 12,284 s, videos 54,815
-for 207,199, reasoning 40,121 for 50,394), and an A6000, which has room for more KV, .6 to .8 times: four copies share
+KV in the host's memory as well makes an A5000 1.2 to 3.7 times as fast (conversations 8,384 for 12,285 s, videos 54,815
+for 204,519, reasoning 40,121 for 49,565), and an A6000, which has room for more KV, .6 to .8 times: four copies share
 the 205 GB/s of one host.
 """
 

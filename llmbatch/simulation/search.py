@@ -3,7 +3,7 @@
 No split ends before its bound: the optimum of its copies, each with its share of the work (BlendServe 2.4); the
 longest row at the speed of reading the weights on all devices that may join at the end; and the steps that it needs
 at least, each with a read of the weights. A step decodes no more rows than may be in flight, and KV memory holds no
-more tokens of answers than it has room for.
+more tokens of answers than it has room for. Of experts a step reads those alone that its decodes are sent to.
 
 Splits are taken in the order of their bounds and simulated, until the next bound is worse than the two best that were
 simulated. So the best and the runner-up are those of all splits, and few are simulated. Of more than `MOST_SIMULATED`
@@ -24,10 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.choices import KVPlace
+from llmbatch.compilation.decorators import as_python
 from llmbatch.errors import ParameterError
 from llmbatch.figures import seconds_in_words
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.perf_model.collectives import on_joined
+from llmbatch.perf_model.work import weights_read
 from llmbatch.planning.workload import Fit, Scheduling, Workload, split_for, work_of
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.simulation.replicas import simulate_workload
@@ -162,9 +164,13 @@ def _bound_of(
     optimal = cost.optimal_seconds(compute, memory, split.pool.whole_tokens * cost.shape.kv_bytes_per_token)
     every = on_joined(cost, split.data_parallel) if cost.hardware.link is not None else cost
     decoded = answers[workload.tree.rows] - 1.0  # by decodes: the last step of a prompt samples a token
-    longest = float(decoded.max(initial=0.0)) * every.rates.weight_seconds
-    in_flight = float(decoded.sum()) / split.scheduling(scheduling).max_running * cost.rates.weight_seconds
-    in_pages = float((decoded * decoded).sum()) / 2.0 / split.pool.tokens * every.rates.weight_seconds
+    most, running = float(decoded.max(initial=0.0)), split.scheduling(scheduling).max_running
+    longest = most * as_python(weights_read)(every.rates, 1.0)
+    in_flight = float(decoded.sum()) / running * as_python(weights_read)(cost.rates, float(running))
+    # So many decodes at least fill a pool; a step that holds less reads more for each token that it holds.
+    fewest = split.pool.tokens / max(1.0, most)
+    held = float((decoded * decoded).sum()) / 2.0
+    in_pages = held / split.pool.tokens * as_python(weights_read)(every.rates, fewest)
     reads = share * max(in_flight, in_pages)
     of_work = "compute" if compute > memory else "memory"
     bounds = ((optimal, of_work), (reads, "weights"), (longest, "longest row"))

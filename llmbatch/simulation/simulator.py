@@ -14,11 +14,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.errors import ParameterError
 from llmbatch.figures import Figures, seconds_in_words
 from llmbatch.kernels.work_items import LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import RESERVED
+from llmbatch.perf_model.work import weights_read
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, work_of
 from llmbatch.runtime.loops.simulated_loop import STEP, SimulatedLoop
@@ -54,7 +56,7 @@ class SimulationReport(Figures):
     steps: int
     preemptions: int
     peak_kv_fraction: float
-    critical_path_seconds: float  # the longest row's output tokens at weight-reading speed
+    critical_path_seconds: float  # the longest row's output tokens at the speed of reading the weights that it needs
     planning_seconds: float  # real ones: from columns in memory to the order ready
     scheduling_seconds: float  # real ones: all time in schedule and pages
     replica_seconds: tuple[float, ...] = ()  # of each replica, where there are several
@@ -261,6 +263,6 @@ def report_of(
         prefix_sharing_optimal=tree.sharing,
         steps=len(steps),
         preemptions=int(steps["preempted"].sum()),
-        critical_path_seconds=int(answers.max(initial=0)) * cost.rates.weight_seconds,
+        critical_path_seconds=int(answers.max(initial=0)) * float(as_python(weights_read)(cost.rates, 1.0)),
         **given,
     )
