@@ -21,10 +21,15 @@ from llmbatch.operators.ray.in_flight import RUNNING, left_behind
 from llmbatch.operators.ray.ledger import Counts
 from llmbatch.operators.ray.sharding import Shards
 
+# Ray keeps as many processes as there are CPUs, those of actors among them: tasks would wait for new ones each time.
+_KEPT: dict[str, Any] = {"num_workers_soft_limit": 16, "idle_worker_killing_time_threshold_ms": 600_000}
+
 
 def start(**options: Any) -> None:
     """Ray on this machine, or where `address` says, with room for small actors."""
-    ray.init(**{"address": "local", "log_to_driver": False, "configure_logging": False, **options})
+    if "address" not in options:
+        options |= {"address": "local", "_system_config": _KEPT}
+    ray.init(**{"log_to_driver": False, "configure_logging": False, **options})
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
