@@ -22,7 +22,7 @@ from llmbatch.simulation.splits import Offer, Split, host_of, splits_of
 SCHEDULING = Scheduling(max_running=1024)
 DEVICES = {"h100": 4, "l40s": 8}
 PRICE = {"h100": 2.5, "l40s": 0.2}  # dollars an hour
-KINDS = {  # prompt tokens and the median of answers of 30 rows
+KINDS = {  # prompt tokens and the median of answers
     "long prompts": (3000, 10),
     "long answers": (30, 40),
 }

@@ -139,6 +139,21 @@ def is_wide_value(values: Sequence[object]) -> bool:
     return False
 
 
+def widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
+    """Tell whether integers of the one type are doubles in the other."""
+    if pa.types.is_struct(narrow) and pa.types.is_struct(wide):
+        return any(widens(field.type, wide.field(field.name).type) for field in narrow)
+    if pa.types.is_list(narrow) and pa.types.is_list(wide):
+        return widens(narrow.value_type, wide.value_type)
+    return bool(pa.types.is_integer(narrow) and pa.types.is_floating(wide))
+
+
+def is_of_objects(kind: pa.DataType) -> bool:
+    """Tell whether `holds_objects` is true of values of a type."""
+    kind = kind.value_type if pa.types.is_list(kind) else kind
+    return bool(pa.types.is_struct(kind) or pa.types.is_null(kind))
+
+
 def holds_objects(values: Sequence[object]) -> bool:
     """Tell whether each of these values is null, an object, or a list of objects and nulls."""
     elements = chain.from_iterable(value if isinstance(value, list) else [value] for value in values)

@@ -27,11 +27,13 @@ from llmbatch.io.reading.json_block import (
     has_large_integers,
     holds_objects,
     infer,
+    is_of_objects,
     is_wide,
     is_wide_value,
     kind_of,
     parse_line,
     read,
+    widens,
 )
 
 _THREADS = 8  # files that are read through at the same time
@@ -71,7 +73,7 @@ class JsonlFiles:
         text_bytes = sum(scan.text_bytes for scan in scans)
         found = cls(tuple(files), schema, rows, nbytes, text_bytes, tuple(text_columns))
         large = any(scan.has_large_integers for scan in scans)
-        if large and any(_widens(kind, pa.struct(list(schema))) for kind in kinds):
+        if large and any(widens(kind, pa.struct(list(schema))) for kind in kinds):
             # Of the whole numbers in a column that became doubles later, some may be none.
             for index in range(len(files)):
                 for _ in found.batches(index, 0, schema.names):
@@ -168,26 +170,11 @@ def _common(
         fields = [pa.schema([pa.field("", kind)]) for kind in found]
         common = pa.unify_schemas(fields, promote_options="permissive").types[0]
     except pa.ArrowException as error:
-        if json_columns or all(_is_object(kind) for kind in found):
+        if json_columns or all(is_of_objects(kind) for kind in found):
             return TEXT
         raise _blame(files, name, error) from None
-    has_widened = json_columns and any(_widens(kind, common) for kind in found)
+    has_widened = json_columns and any(widens(kind, common) for kind in found)
     return TEXT if has_widened or is_wide(common) else common
-
-
-def _is_object(kind: pa.DataType) -> bool:
-    """Tell whether `holds_objects` is true of values of a type."""
-    kind = kind.value_type if pa.types.is_list(kind) else kind
-    return bool(pa.types.is_struct(kind) or pa.types.is_null(kind))
-
-
-def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
-    """Tell whether integers of the one type are doubles in the other."""
-    if pa.types.is_struct(narrow) and pa.types.is_struct(wide):
-        return any(_widens(field.type, wide.field(field.name).type) for field in narrow)
-    if pa.types.is_list(narrow) and pa.types.is_list(wide):
-        return _widens(narrow.value_type, wide.value_type)
-    return bool(pa.types.is_integer(narrow) and pa.types.is_floating(wide))
 
 
 def _array(
