@@ -132,6 +132,10 @@ def path(name: str, value: object) -> str:
         raise refusal(name, "be text or a Path", value)
     if "\0" in given:
         raise refusal(name, "hold no NUL, which no path can", given)
+    try:
+        os.fsencode(given)
+    except UnicodeEncodeError:
+        raise refusal(name, "hold no half characters, which no path can", given) from None
     return str(given)
 
 

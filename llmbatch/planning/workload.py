@@ -21,6 +21,8 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
 
 ROW_TOKENS: Final = 1024  # that a row is taken to hold, where memory is split before rows are known
+# Of a pool that is asked for and holds nothing: several times what a node has, and planned for within seconds.
+_MOST_PAGES: Final = 1 << 24
 _STEP: Final = 2048  # tokens of prompts that a step computes, about
 _LOST: Final = 1e-6  # of a page, more than sums of floats lose
 
@@ -86,6 +88,17 @@ class Pool:
         """The tokens whose KV in all layers takes as much memory; `tokens`, where there are no window pages."""
         windows = self.windows
         return self.tokens * (1.0 - windows.share) + windows.num_pages * self.page_size * windows.share
+
+
+def check_simulated_pages(kv_memory: float, pages: int, page_size: int) -> None:
+    """Raise ParameterError where memory that nothing is held in has far more pages than a device."""
+    if pages > _MOST_PAGES:
+        raise ParameterError(
+            f"kv_memory must hold at most {_MOST_PAGES:,} pages of {page_size} tokens, got {kv_memory:g} bytes, which "
+            f"hold {pages:,}: name what a device has, or larger pages",
+            option="kv_memory",
+            value=kv_memory,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import RESERVED
 from llmbatch.perf_model.work import weights_read
 from llmbatch.planning.plan import Plan
-from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, work_of
+from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, check_simulated_pages, work_of
 from llmbatch.runtime.loops.simulated_loop import STEP, SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.simulation.options import PAGE_SIZE
@@ -31,7 +31,6 @@ from llmbatch.simulation.traces import Trace
 
 MAX_RUNNING = 8192
 _CONTEXT = 131_072  # tokens: the longest answer that the scheduler must reckon with where lengths are not known
-_MOST_PAGES = 1 << 24  # of a pool that is asked for: several times what a node has, and planned for within seconds
 _WINDOWS = 8  # the most that a row of a trace is taken to hold
 
 SIDES = ("left", "right")
@@ -132,13 +131,8 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     shape, hardware = cost.shape, cost.hardware
     memory = hardware.memory - hardware.cards * RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
     pages = int(memory / shape.kv_bytes_per_token) // page_size
-    if kv_memory is not None and pages > _MOST_PAGES:
-        raise ParameterError(
-            f"kv_memory must hold at most {_MOST_PAGES:,} pages of {page_size} tokens, got {kv_memory:g} bytes, which "
-            f"hold {pages:,}: name what a device has, or larger pages",
-            option="kv_memory",
-            value=kv_memory,
-        )
+    if kv_memory is not None:
+        check_simulated_pages(kv_memory, pages, page_size)
     if pages < 1:
         raise ParameterError(
             f"the model must fit the device: {no_room(cost)}; use more cards (--tensor-parallel) or a larger one"

@@ -144,6 +144,7 @@ def test_whatever_a_keyword_of_run_is_it_is_refused_before_anything_is_looked_fo
         ({"id_column": 3}, "id_column must be text, got 3"),
         ({"storage_options": "anon"}, "storage_options must be a mapping with texts as its keys, got 'anon'"),
         ({"output": "a\0b"}, "output must hold no NUL, which no path can, got 'a\\x00b'"),
+        ({"output": "\ud800"}, "output must hold no half characters, which no path can, got '\\ud800'"),
         ({"output": 7}, "output must be text or a Path, got 7"),
     ],
 )
@@ -162,6 +163,7 @@ def test_a_keyword_of_run_of_a_wrong_type_leaves_nothing_behind(job: Job, option
         ([1], "inputs must be text or a Path, got 1"),
         (pa.table({"a": [1]}), "inputs must be files, got a Table: LLMOperator answers tables"),
         ("in\0.parquet", "inputs must hold no NUL, which no path can, got 'in\\x00.parquet'"),
+        ("\ud800", "inputs must hold no half characters, which no path can, got '\\ud800'"),
     ],
 )
 def test_inputs_of_a_wrong_type_are_refused_by_run_and_explain(inputs: Any, said: str) -> None:
