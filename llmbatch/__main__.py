@@ -1,30 +1,20 @@
-"""The command line as a process: `python -m llmbatch`, and the script `llmbatch`.
-
-Importing torch and transformers makes millions of objects. At Python's own settings, collecting garbage among them
-takes a second, and taking them apart at the end another and a half. The process has nothing of either.
-"""
+"""The command line as a process: `python -m llmbatch`, and the script `llmbatch`."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import gc
 import os
 import signal
 import sys
 from functools import partial
-from typing import Final, NoReturn
+from typing import NoReturn
 
+from llmbatch.system.garbage import collect_seldom, end_process
 from llmbatch.system.tuning import tune_process
-
-# New objects, and collections of a younger generation, between two collections. Imports leave a million objects: older
-# ones are collected after more than that, since to walk over them takes longer than to read a tokenizer.
-_COLLECTED: Final = (50_000, 100, 100)
 
 
 def command() -> NoReturn:
     """Run the command line, and end the process with its exit status as soon as exit handlers have run."""
-    gc.set_threshold(*_COLLECTED)
+    collect_seldom()
     try:
         tune_process()
         from llmbatch.cli.main import main
@@ -35,11 +25,7 @@ def command() -> NoReturn:
         status = 130
     for number, ended in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):  # exit handlers are not to print tracebacks
         signal.signal(number, partial(_end, status or ended))
-    atexit._run_exitfuncs()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
+    end_process(status)
 
 
 def _end(status: int, *_: object) -> None:

@@ -354,7 +354,7 @@ def test_what_was_compiled_ahead_is_what_a_job_calls() -> None:
 def test_another_family_compiles_nothing(tmp_path: Path) -> None:
     kernels: list[Any] = [attention._attend_share, blocks.cut_blocks]
     kernels += [fused.normalize, fused.gate, decoder.run_layers, decoder._run_share]
-    kernels += [*products._ENDINGS.values(), products.pack]
+    kernels += [*products._OF_LAYERS.values(), products.pack]
     _run_step(load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32", platform=HOST))
     before = [len(kernel.signatures) for kernel in kernels]
     assert min(before) >= 1

@@ -11,7 +11,6 @@ the fastest run takes longer than it must.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import subprocess
@@ -69,10 +68,10 @@ class Parts:
 
 def load_once(model: str, dtype: Any) -> dict[str, float]:
     """Load in this process, and return the seconds of each part."""
-    from llmbatch.__main__ import _COLLECTED
+    from llmbatch.system.garbage import collect_seldom
     from llmbatch.system.tuning import tune_process
 
-    gc.set_threshold(*_COLLECTED)
+    collect_seldom()
     tune_process()
     from numba.core.dispatcher import Dispatcher
     from numba.core.registry import cpu_target

@@ -13,7 +13,11 @@ from typing import Final
 
 from llmbatch.errors import JobError
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main(*sys.argv[2:])"
+_PROGRAM: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from llmbatch.system.garbage import collect_seldom, end_process; collect_seldom(); "
+    "from {} import main; main(*sys.argv[2:]); end_process()"
+)
 _WATCH_S: Final = 1.0  # between looks at whether another process has ended
 
 _computes: int | None = (

@@ -1,15 +1,16 @@
-"""What was loaded is kept out of garbage collections for a while."""
+"""What was loaded is kept out of garbage collections for a while, and not taken apart at the end."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from llmbatch.__main__ import _COLLECTED
-from llmbatch.system.garbage import loaded_objects_apart
+from llmbatch.system.garbage import collect_seldom, loaded_objects_apart
 
 
 class Cycle:
@@ -39,9 +40,9 @@ def test_garbage_that_was_there_before_is_collected_first() -> None:
 
 @pytest.fixture
 def seldom() -> Iterator[None]:
-    """Garbage is collected as seldom as the command line has it."""
+    """Garbage is collected as seldom as the processes that llmbatch starts have it."""
     before = gc.get_threshold()
-    gc.set_threshold(*_COLLECTED)
+    collect_seldom()
     yield
     gc.set_threshold(*before)
 
@@ -62,6 +63,23 @@ def test_garbage_that_has_grown_old_is_collected_soon() -> None:
 
 @pytest.mark.usefixtures("seldom")
 def test_garbage_is_collected_as_seldom_as_before_when_it_is_over() -> None:
+    before = gc.get_threshold()
     with loaded_objects_apart():
         pass
-    assert gc.get_threshold() == _COLLECTED
+    assert gc.get_threshold() == before
+
+
+def test_a_process_ends_with_its_exit_handlers_and_takes_nothing_apart() -> None:
+    program = """
+import atexit, sys
+from llmbatch.system.garbage import end_process
+class Told:
+    def __del__(self):
+        print("taken apart")
+told = Told()
+atexit.register(print, "at exit")
+print("before", end="; ")
+end_process(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "before; at exit\n", "")
