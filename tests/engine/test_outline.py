@@ -12,10 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.model.config import describe_model
-from llmbatch.engine.model.outline import outline, shape_of, simulated_pool
-from llmbatch.errors import ParameterError
+from llmbatch.engine.model.outline import outline, shape_of
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from llmbatch.preprocess.tokenization.loading import load_tokenizer, plain_tokenizer
 from tests.support.models import CHAT_TEMPLATE, FAMILIES, tiny_model_folder
@@ -79,19 +77,6 @@ def test_what_the_config_does_not_tell_has_no_outline(llama: Path, changes: dict
 def test_a_tokenizer_that_its_config_changes_is_not_plain(llama: Path, changes: dict[str, Any]) -> None:
     edit(llama / "tokenizer_config.json", **changes)
     assert plain_tokenizer(str(llama), name="m") is None
-
-
-def test_a_simulated_job_has_no_more_pages_than_a_node_may_have(llama: Path) -> None:
-    known = outline(str(llama), "float32")
-    assert known is not None
-    page = 8 * known.bytes_per_token
-    assert simulated_pool(known, EngineConfig(kv_memory=page << 24)).num_pages == 1 << 24
-    with pytest.raises(ParameterError) as caught:
-        simulated_pool(known, EngineConfig(kv_memory=page * 10**9))
-    assert str(caught.value) == (
-        f"kv_memory must hold at most 16,777,216 pages of 8 tokens, got {page * 1e9:g} bytes, which hold "
-        "1,000,000,000: name what a device has, or larger pages"
-    )
 
 
 def test_a_simulated_job_imports_neither_torch_nor_transformers(llama: Path) -> None:

@@ -156,6 +156,12 @@ def test_a_keyword_of_run_of_a_wrong_type_leaves_nothing_behind(job: Job, option
     assert contents(job.folder) == before
 
 
+def test_a_simulated_job_has_no_more_pages_than_a_device_may_have(job: Job) -> None:
+    with pytest.raises(ParameterError) as caught:
+        job.run(engine="simulated", kv_memory=10**15)
+    assert str(caught.value).startswith("kv_memory must hold at most 16,777,216 pages of 8 tokens, got 1e+15 bytes, ")
+
+
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [

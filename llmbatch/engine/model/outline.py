@@ -21,7 +21,7 @@ from llmbatch.kernels.cpu.layout import padded_width
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import ModelShape, read_field
-from llmbatch.planning.workload import Pool, check_simulated_pages
+from llmbatch.planning.workload import Pool
 from llmbatch.system.measurements import recalled
 from llmbatch.system.memory import available_memory
 
@@ -232,11 +232,8 @@ def streamed_running(shape: ModelShape, *, attends_for_device: bool = False) -> 
 
 
 def simulated_pool(model: Described, config: EngineConfig) -> Pool:
-    """Size the pool of an engine that holds nothing in it. Raises ParameterError if no page fits, or far too many."""
-    pool = pool_of(model, config, free=available_memory(), page_size=config.page_size or HOST_PAGE_SIZE)
-    if config.kv_memory is not None:
-        check_simulated_pages(config.kv_memory, pool.num_pages, pool.page_size)
-    return pool
+    """Size the pool of an engine that holds nothing in it. Raises ParameterError if no page fits."""
+    return pool_of(model, config, free=available_memory(), page_size=config.page_size or HOST_PAGE_SIZE)
 
 
 def simulated_cost(model: Described) -> CostModel:
