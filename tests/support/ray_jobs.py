@@ -97,8 +97,7 @@ def flights() -> dict[int, NDArray[np.void]]:
     found = {}
     for path in Path(tempfile.gettempdir()).glob("llmbatch-flight-*"):
         process = int(path.name.rpartition("-")[2])
-        rows = left_behind(path)
-        if _is_actor(process) and (rows["state"] == RUNNING).any():
+        if _is_actor(process) and ((rows := left_behind(path))["state"] == RUNNING).any():
             found[process] = rows
     return found
 
@@ -140,7 +139,7 @@ def until(holds: Callable[[], bool]) -> None:
     """Look again and again until something holds."""
     never = threading.Event()
     while not holds():
-        never.wait(0.01)
+        never.wait(0.05)
 
 
 def kill(process: int) -> None:
