@@ -6,10 +6,11 @@ of what the slowest one has left, by what survival tables say of each row at tha
 takes another one. Each move halves what two engines are apart, so a handful even the end.
 
 What is left of an engine takes its compute and its reading of KV, overlapped. It takes as many steps as its longest row
-has tokens, or as its rows need to pass through the pool, and each step reads the weights. Rows that wait are moved
-first: they cost nothing. They are taken from all over the plan's order, in pieces that lie together, so that both
-engines keep their blend and most prefixes. A row that has begun moves as tokens, and its KV is computed again where it
-goes. Nothing moves unless both end sooner by it, what is computed again included.
+has tokens, or as its rows need to pass through the pool, and each step reads the weights: of a mixture, the experts
+that the rows of that step touch, so that steps of its last rows are short. Rows that wait are moved first: they cost
+nothing. They are taken from all over the plan's order, in pieces that lie together, so that both engines keep their
+blend and most prefixes. A row that has begun moves as tokens, and its KV is computed again where it goes. Nothing moves
+unless both end sooner by it, what is computed again included.
 
 Where each engine has a few long rows, a move gains nothing: a step takes as long for one row as for ten, since it reads
 the weights. Engines that join share the model and all of their rows (BatchGen's `partition`, 4.2), and each step takes
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import as_python
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import least_products, padding_of_many_rows
+from llmbatch.perf_model.work import Rates, padding_seconds, weights_read
 from llmbatch.planning.lengths import Expected
 
 Floats = NDArray[np.float64]
@@ -118,18 +119,31 @@ def seconds_left(
     """Predict the seconds of some of the rows on one engine, where they are or where they are `moved` to."""
     compute = float(left.compute[which].sum() + (left.again[which].sum() if moved else 0.0))
     memory = float(left.memory[which].sum())
-    steps = max(float(left.steps[which].max(initial=0.0)), float(left.held[which].sum()) / pool_tokens)
     rates = cost.rates
-    fixed = steps * rates.step_seconds
-    compute += steps * float(as_python(padding_of_many_rows)(rates))
+    steps, rows = _steps_of(left.steps[which], float(left.held[which].sum()) / pool_tokens, rates)
+    fixed = float(steps.sum()) * rates.step_seconds
+    compute += float(steps @ as_python(padding_seconds)(rates, rows))
+    weights = float(steps @ as_python(weights_read)(rates, rows))
     if rates.weights_share_memory:
-        return float(cost.overlap(compute, memory + steps * rates.weight_seconds)) + fixed
-    return max(float(cost.overlap(compute, memory)), steps * float(as_python(least_products)(rates))) + fixed
+        return float(cost.overlap(compute, memory + weights)) + fixed
+    return max(float(cost.overlap(compute, memory)), weights) + fixed
 
 
 def seconds_of_all(left: RowsLeft, cost: CostModel, pool_tokens: float) -> float:
     """Predict the seconds of all rows where they are."""
     return seconds_left(left, np.ones(len(left.rows), np.bool_), cost, pool_tokens)
+
+
+def _steps_of(answers: Floats, through_pool: float, rates: Rates) -> tuple[Floats, Floats]:
+    """Count the steps of rows with so many tokens to come, and the rows that these decode; float64 [kinds] each.
+
+    There are as many as the longest row has tokens, or as rows need to pass `through_pool`. Then, and where rows share
+    no experts, all are alike.
+    """
+    steps = max(float(answers.max(initial=0.0)), through_pool)
+    if rates.expert_share < 1.0 and steps > through_pool:
+        return np.diff(np.sort(answers), prepend=0.0), np.arange(len(answers), 0.0, -1.0)
+    return np.array([steps]), np.array([float(answers.sum()) / max(steps, 1.0)])
 
 
 def _pair_seconds(left: RowsLeft, moved: NDArray[np.bool_], cost: CostModel, pool_tokens: float) -> float:
@@ -155,7 +169,7 @@ def _of_waiting(left: RowsLeft, cost: CostModel, pool_tokens: float) -> NDArray[
 def _of_begun(left: RowsLeft, cost: CostModel, pool_tokens: float) -> NDArray[np.bool_]:
     """Choose among all rows, the longest first, each where it ends sooner."""
     moved = np.zeros(len(left.rows), np.bool_)
-    weight = left.compute + left.memory + left.steps * cost.rates.weight_seconds
+    weight = left.compute + left.memory + left.steps * as_python(weights_read)(cost.rates, 1.0)
     here = there = 0.0
     for row in np.argsort(-weight, kind="stable"):
         if there + weight[row] + left.again[row] < here + weight[row]:

@@ -136,3 +136,15 @@ def test_each_step_of_a_mixture_fills_up_tiles_of_its_experts() -> None:
     steps = left.held.sum() / POOL_TOKENS
     assert steps > 1000
     assert more == pytest.approx(steps * padding_of_many_rows(whole.rates))
+
+
+@pytest.mark.parametrize("hardware", ["h20", "a5000"])
+def test_what_is_left_of_a_mixture_takes_the_experts_that_its_rows_touch(hardware: str) -> None:
+    """A few rows go on for long after the others have ended."""
+    cost = CostModel(find_shape("deepseek-r1"), find_hardware(hardware).group(8), overlap=SEQUENTIAL)
+    answers = np.array([200] * 60 + [4000, 6000, 9000])
+    steps = [int(np.count_nonzero(answers > step)) for step in range(answers.max())]
+    held = [(PROMPT + 100 + step) * rows for step, rows in enumerate(steps, 1)]
+    expected = sum(cost.step_time(rows, kv, kv, rows) for rows, kv in zip(steps, held))
+    left = left_of([], answers.tolist(), cost)
+    assert seconds_left(left, np.ones(63, np.bool_), cost, 1e9) == pytest.approx(expected, rel=0.05)
