@@ -122,7 +122,13 @@ def test_of_an_input_larger_than_a_window_runs_are_read_and_figures_scaled(
 ) -> None:
     path = str(tmp_path / "in.parquet")
     pq.write_table(pa.table({"text": [f"what is {i % 7} and {i}" for i in range(3200)]}), path)
-    options: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 40, "kv_memory": 10**7}
+    options: dict[str, Any] = {
+        "model": model,
+        "prompt": "text",
+        "engine": "simulated",
+        "max_tokens": 40,
+        "kv_memory": 10**6,
+    }
     whole = llmbatch.explain(path, **options)
     monkeypatch.setattr(explain, "window_rows_of", lambda *_: 400)
     read: list[int] = []
