@@ -29,7 +29,6 @@ DEVICES, OF_NODE = 16, 8
 ROWS, PROMPT = 256, 1024
 FIXED = 0.025  # s, that a slower step takes more
 LAST = 8  # rows, of which the paper splits what is left
-HIDDEN = 7168  # numbers of 2 bytes, of a token between layers
 NODE_LINK, FAR_LINK = 450e9, 25e9  # bytes/s of a card in its node, and to another one (200 Gb/s)
 LENGTHS = ((6000, 1.0, 131_072), (4000, 1.2, 131_072), (3000, 1.4, 131_072))  # median, sigma, the longest
 TEXT = """# A rollout whose last rows are long: by the clock
@@ -123,7 +122,7 @@ class Layout:
         each = max(SHAPE.expert_bytes / speed, tile) / SHAPE.experts  # of every layer
         touched = 1.0 - (1.0 - SHAPE.experts_chosen / SHAPE.experts) ** steps.rows
         experts = most_of_a_device(touched) if self.experts == "whole" else SHAPE.experts * touched / self.devices
-        sent = HIDDEN * 2.0 * (self.exchanges * steps.most + self.sums * 2.0 * steps.rows)
+        sent = SHAPE.hidden_size * 2.0 * (self.exchanges * steps.most + self.sums * 2.0 * steps.rows)
         links = SHAPE.layers * ((self.exchanges + self.sums) * LATENCY + sent / self.link)
         return np.stack(np.broadcast_arrays(dense, kv, experts * each, links))
 

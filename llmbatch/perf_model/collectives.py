@@ -1,7 +1,8 @@
 """What a model costs on devices that share it (tensor parallelism), with what they say to each other.
 
 Each layer ends twice in a sum over all devices: behind attention and behind the feed-forward part. A sum of `n` tokens
-takes a latency, and each device sends and gets all but its own part of `n h` numbers twice: 2 n h b (k - 1) / k bytes.
+takes a latency, and each device sends and gets all but its own part of `n h` numbers twice: 2 n h b (k - 1) / k bytes,
+where `h` is the size of hidden states.
 `Hardware.group` hides both.
 """
 
@@ -20,8 +21,7 @@ _BYTES: Final = 2  # of a number of hidden states
 def on_joined(cost: CostModel, cards: int) -> CostModel:
     """Return the cost of the same model on so many of its devices together, sums included.
 
-    The width of hidden states is taken to be that of attention. Raises `ParameterError` if the device's link is not
-    known.
+    Raises `ParameterError` if the device's link is not known.
 
     >>> from llmbatch.perf_model.shape import find_shape
     >>> from llmbatch.perf_model.hardware import find_hardware
@@ -45,7 +45,7 @@ def with_sums(cost: CostModel, cards: int) -> CostModel:
             f"link of devices that share a model must be known, got None for {hardware.name}: give it (Hardware.link)"
         )
     sums = 2 * shape.layers
-    sent = 2.0 * shape.attention_width * _BYTES * (cards - 1) / cards
+    sent = 2.0 * shape.hidden_size * _BYTES * (cards - 1) / cards
     joined = replace(
         hardware,
         step_seconds=hardware.step_seconds + sums * LATENCY,

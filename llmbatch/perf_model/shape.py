@@ -64,6 +64,7 @@ class ModelShape:
     params_total: float
     weight_bytes: float
     layers: int
+    hidden_size: int
     attention_width: float  # query heads x head size; the mean of key and value sizes where they differ
     kv_bytes_per_token: float  # all layers
     windows: tuple[int, ...]  # [layers] tokens a layer looks back; 0: all
@@ -108,6 +109,7 @@ class ModelShape:
             params_total=float(always + apart + rest),
             weight_bytes=(always + apart) * size + rest * dtype_bytes,
             layers=layers,
+            hidden_size=hidden,
             attention_width=width,
             kv_bytes_per_token=kv_width * layers * dtype_bytes,
             windows=read_windows(text, layers),
@@ -190,6 +192,7 @@ def _named(params: float, layers: int, heads: int, kv_heads: int, head: int, voc
         params_total=params,
         weight_bytes=2 * params,
         layers=layers,
+        hidden_size=heads * head,
         attention_width=float(heads * head),
         kv_bytes_per_token=2.0 * kv_heads * head * layers * 2,
         windows=(0,) * layers,

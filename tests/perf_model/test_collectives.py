@@ -8,6 +8,7 @@ import pytest
 
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.collectives import LATENCY, on_joined
+from llmbatch.perf_model.shape import find_shape
 from tests.support.workloads import COST
 
 
@@ -22,11 +23,12 @@ def test_a_step_has_two_sums_a_layer() -> None:
 
 @pytest.mark.parametrize(("cards", "share"), [(2, 1 / 2), (8, 7 / 8)])
 def test_each_token_is_sent_twice_but_for_a_devices_own_part(cards: int, share: float) -> None:
-    hardware, shape = COST.hardware, COST.shape
+    cost = replace(COST, shape=find_shape("deepseek-r1"))  # whose attention is wider than its hidden states
+    hardware = cost.hardware
     assert hardware.link is not None
-    numbers = 2 * shape.layers * 2 * shape.attention_width * share
-    hidden = replace(COST, hardware=hardware.group(cards)).rates.seconds_per_token
-    assert on_joined(COST, cards).rates.seconds_per_token - hidden == pytest.approx(2 * numbers / hardware.link)
+    numbers = 2 * 61 * 2 * 7168 * share
+    hidden = replace(cost, hardware=hardware.group(cards)).rates.seconds_per_token
+    assert on_joined(cost, cards).rates.seconds_per_token - hidden == pytest.approx(2 * numbers / hardware.link)
 
 
 def test_devices_share_weights_and_memory() -> None:

@@ -34,6 +34,7 @@ SHAPE = ModelShape(
     params_total=1e6,
     weight_bytes=2e6,
     layers=1,
+    hidden_size=64,
     attention_width=64.0,
     kv_bytes_per_token=128.0,
     windows=(0,),
