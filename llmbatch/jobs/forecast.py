@@ -36,7 +36,16 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests, split_for, work_of
+from llmbatch.planning.workload import (
+    Pool,
+    Scheduling,
+    Workload,
+    check_simulated_pool,
+    early_ends,
+    fit_requests,
+    split_for,
+    work_of,
+)
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
@@ -157,6 +166,8 @@ def forecast_rows(
         return Forecast(**{**figures, "notes": tuple(figures["notes"])})
     assert isinstance(worker, Worker), "other workers forecast elsewhere"
     shard = worker.shard(table)
+    if worker.options.engine == "simulated":
+        check_simulated_pool(worker.pool, worker.model.bytes_per_token)
     found = forecast(worker.options, shard, worker.pool, worker.cost, worker.scheduling, worker.notes)
     if offered is None:
         return found

@@ -90,12 +90,13 @@ class Pool:
         return self.tokens * (1.0 - windows.share) + windows.num_pages * self.page_size * windows.share
 
 
-def check_simulated_pages(kv_memory: float, pages: int, page_size: int) -> None:
-    """Raise ParameterError where memory that nothing is held in has far more pages than a device."""
-    if pages > _MOST_PAGES:
+def check_simulated_pool(pool: Pool, bytes_per_token: float) -> None:
+    """Raise ParameterError where a pool that nothing is held in has far more pages than a device."""
+    if pool.num_pages > _MOST_PAGES:
+        kv_memory = pool.tokens * bytes_per_token
         raise ParameterError(
-            f"kv_memory must hold at most {_MOST_PAGES:,} pages of {page_size} tokens, got {kv_memory:g} bytes, which "
-            f"hold {pages:,}: name what a device has, or larger pages",
+            f"kv_memory must hold at most {_MOST_PAGES:,} pages of {pool.page_size} tokens, got {kv_memory:g} bytes, "
+            f"which hold {pool.num_pages:,}: name what a device has, or larger pages",
             option="kv_memory",
             value=kv_memory,
         )

@@ -22,7 +22,7 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import RESERVED
 from llmbatch.perf_model.work import weights_read
 from llmbatch.planning.plan import Plan
-from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, check_simulated_pages, work_of
+from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, check_simulated_pool, work_of
 from llmbatch.runtime.loops.simulated_loop import STEP, SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.simulation.options import PAGE_SIZE
@@ -132,7 +132,7 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     memory = hardware.memory - hardware.cards * RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
     pages = int(memory / shape.kv_bytes_per_token) // page_size
     if kv_memory is not None:
-        check_simulated_pages(kv_memory, pages, page_size)
+        check_simulated_pool(Pool(pages, page_size), shape.kv_bytes_per_token)
     if pages < 1:
         raise ParameterError(
             f"the model must fit the device: {no_room(cost)}; use more cards (--tensor-parallel) or a larger one"

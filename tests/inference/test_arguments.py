@@ -157,9 +157,12 @@ def test_a_keyword_of_run_of_a_wrong_type_leaves_nothing_behind(job: Job, option
 
 
 def test_a_simulated_job_has_no_more_pages_than_a_device_may_have(job: Job) -> None:
-    with pytest.raises(ParameterError) as caught:
-        job.run(engine="simulated", kv_memory=10**15)
-    assert str(caught.value).startswith("kv_memory must hold at most 16,777,216 pages of 8 tokens, got 1e+15 bytes, ")
+    given: dict[str, Any] = {"engine": "simulated", "kv_memory": 10**15}
+    said = r"^kv_memory must hold at most 16,777,216 pages of 8 tokens, got 1e\+15 bytes, which hold "
+    with pytest.raises(ParameterError, match=said):
+        job.run(**given)
+    with pytest.raises(ParameterError, match=said):
+        llmbatch.explain(job.source, model=job.model, prompt="text", **given)
 
 
 @pytest.mark.parametrize(

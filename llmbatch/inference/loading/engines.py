@@ -27,7 +27,7 @@ from llmbatch.inference.loading.grammar_vocabulary import grammar_vocabulary
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.workload import Pool, Scheduling, Workload, check_simulated_pages, split_for
+from llmbatch.planning.workload import Pool, Scheduling, Workload, check_simulated_pool, split_for
 from llmbatch.preprocess.tokenization.loading import load_tokenizer
 from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.runtime.protocols import W, WindowSource
@@ -136,8 +136,7 @@ class SimulatedEngines(LoadedEngines):
 
     def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
         """Return these engines: they need no weights. Raises ParameterError where the pool has far too many pages."""
-        pool = self.pool
-        check_simulated_pages(pool.tokens * self.model.bytes_per_token, pool.num_pages, pool.page_size)
+        check_simulated_pool(self.pool, self.model.bytes_per_token)
         return self
 
     def _make(self) -> StreamEngine:
