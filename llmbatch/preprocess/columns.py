@@ -11,7 +11,8 @@ import pyarrow as pa
 from llmbatch.errors import DataError
 
 _SLICE_ROWS = 4096  # rows that are Python objects at one time while a nested column is walked
-_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)  # of bytes that are no text, and times far away
+# Of bytes that are no text, times far away, and time zones that are not known here.
+_UNREADABLE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 
 
 def find_field(schema: pa.Schema, name: str, role: str) -> pa.Field:

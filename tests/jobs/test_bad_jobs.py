@@ -58,6 +58,11 @@ def test_a_job_of_another_version_is_refused(job: Job, version: int, capfd: pyte
             "an id_column must have another value in every row, but 'key' is 1 in rows 1 and 3: drop one of them, "
             "or name another column",
         ),
+        (
+            pa.array([0, 2**62, 1, 2**62], pa.timestamp("us")),  # beyond the year 9999
+            "an id_column must have another value in every row, but 'key' is alike in rows 1 and 3: drop one of them, "
+            "or name another column",
+        ),
     ],
 )
 def test_ids_must_be_there_and_differ(job: Job, ids: list[Any], said: str, capfd: pytest.CaptureFixture[str]) -> None:

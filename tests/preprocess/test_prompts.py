@@ -236,6 +236,15 @@ def test_a_template_fills_as_str_format_does(parts: list[tuple[str, str]]) -> No
 # Values that Python cannot hold
 
 
+def test_a_time_in_a_zone_that_is_not_known_here_is_an_error_of_its_row(raw: Tokenizer) -> None:
+    kind = pa.timestamp("us", "Mars/Olympus")
+    reason = "Python cannot hold this timestamp[us, tz=Mars/Olympus]"
+    assert texts_of(PromptSource(template="{t}"), pa.table({"t": pa.array([0, None], kind)}), raw) == [
+        RowError("template", f"template needs column 't', which cannot be written in this row: {reason}"),
+        RowError("template", "template needs column 't', which is null in this row"),
+    ]
+
+
 def broken(kind: pa.DataType, *values: bytes) -> pa.Array:
     """Text of any bytes."""
     return pa.array(values, pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()).view(kind)

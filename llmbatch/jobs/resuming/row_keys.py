@@ -12,7 +12,7 @@ from llmbatch.errors import DataError, RowError
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.jobs.resuming.prior_answers import PriorAnswers, keys_of
-from llmbatch.preprocess.columns import find_field
+from llmbatch.preprocess.columns import Unreadable, find_field, value_of
 
 _ROWS = 100_000  # read at once
 
@@ -26,10 +26,9 @@ def check_ids(source: Dataset, column: str) -> None:
         raise DataError(f"an id_column must have a value in every row, but {column!r} is null in row {row}")
     first, second = next(_repeated(keys), (0, 0))
     if second:
-        value = _value(source, column, first)
         raise DataError(
-            f"an id_column must have another value in every row, but {column!r} is {value!r} in rows {first} and "
-            f"{second}: drop one of them, or name another column"
+            f"an id_column must have another value in every row, but {column!r} is {_written(source, column, first)} "
+            f"in rows {first} and {second}: drop one of them, or name another column"
         )
 
 
@@ -82,10 +81,12 @@ def _repeated(keys: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
     yield from zip(order[begin[again]].tolist(), order[again].tolist(), strict=True)
 
 
-def _value(source: Dataset, column: str, row: int) -> object:
+def _written(source: Dataset, column: str, row: int) -> str:
+    """Write the value of a row that equals another's; "alike" where Python cannot hold it."""
     reader = source.reader([column])
     try:
-        value: pa.Scalar = reader.read(row, row + 1)[column][0]
+        scalar: pa.Scalar = reader.read(row, row + 1)[column][0]
     finally:
         reader.close()
-    return value.as_py()
+    value = value_of(scalar)
+    return "alike" if isinstance(value, Unreadable) else repr(value)
