@@ -23,6 +23,7 @@ from llmbatch.inference.options import Options
 from llmbatch.operators.answer_stream import AnswerStream
 from llmbatch.operators.columns_read import answer_schema, columns_read, outline
 from llmbatch.operators.readers import ROWS
+from llmbatch.operators.tables import explained
 from llmbatch.operators.workers import LockedWorker, worker_of
 
 _NAMES_NODES = "explain_name" in inspect.signature(register_io_source).parameters  # in what `explain()` shows
@@ -88,7 +89,9 @@ def answered_lazily(options: Options, frame: pl.LazyFrame, window_rows: int | No
     inputs = frame.collect_schema()
     shared, read = worker_of(options), frozenset(columns_read(options))
     known = pl.DataFrame(schema={name: kind for name, kind in inputs.items() if name in read})
-    answers = answer_schema(shared, outline(inputs.names(), known.to_arrow().schema))
+    with explained(frame):
+        types = known.to_arrow().schema
+    answers = answer_schema(shared, outline(inputs.names(), types))
     columns = dict(_from_arrow(answers.empty_table()).schema)
     asked = _AnsweredFrame(frame, shared, inputs.names(), columns, read, window_rows)
     shown: dict[str, Any] = {}

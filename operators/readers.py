@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from llmbatch.errors import DataError
 from llmbatch.inference.options import Options
 from llmbatch.operators.answer_stream import AnswerStream
 from llmbatch.operators.columns_read import answer_schema, columns_read
@@ -69,12 +71,8 @@ def to_reader(batch: Any) -> pa.RecordBatchReader:
         return _scanned(batch).to_reader()
     if instance_of(batch, "pyarrow.dataset", "Scanner"):
         return batch.to_reader()
-    if instance_of(batch, "polars", "LazyFrame"):
-        frames = batch.collect_batches(chunk_size=ROWS, maintain_order=True, engine="streaming")
-        schema = batch.limit(0).collect().to_arrow().schema
-        return pa.RecordBatchReader.from_batches(schema, _batches(frame.to_arrow() for frame in frames))
-    if instance_of(batch, "polars", "DataFrame"):
-        return batch.to_arrow().to_reader(max_chunksize=ROWS)
+    if instance_of(batch, "polars", "DataFrame", "LazyFrame"):
+        return _polars_reader(batch)
     if instance_of(batch, "pandas", "DataFrame"):
         return pandas_table(batch)[1].to_reader(max_chunksize=ROWS)
     if instance_of(batch, "duckdb", "DuckDBPyRelation"):
@@ -104,6 +102,19 @@ def _scanned(dataset: Any) -> Any:
     if isinstance(getattr(dataset, "format", None), arrow_dataset.ParquetFileFormat):
         ahead["fragment_scan_options"] = arrow_dataset.ParquetFragmentScanOptions(pre_buffer=False)
     return dataset.scanner(batch_size=ROWS, **ahead)
+
+
+def _polars_reader(frame: Any) -> pa.RecordBatchReader:
+    """Read a frame of Polars, which would give the addresses of Python's objects to Arrow."""
+    polars = sys.modules["polars"]
+    for name, kind in frame.collect_schema().items():
+        if kind == polars.Object:
+            raise DataError(f"a column must hold what Arrow can, but {name!r} holds Python objects: drop or convert it")
+    if isinstance(frame, polars.DataFrame):
+        return frame.to_arrow().to_reader(max_chunksize=ROWS)
+    frames = frame.collect_batches(chunk_size=ROWS, maintain_order=True, engine="streaming")
+    schema = frame.limit(0).collect().to_arrow().schema
+    return pa.RecordBatchReader.from_batches(schema, _batches(part.to_arrow() for part in frames))
 
 
 def _dataset_reader(dataset: Any) -> pa.RecordBatchReader:

@@ -69,6 +69,23 @@ def test_a_polars_frame_keeps_its_types_and_a_lazy_one_stays_lazy(operator: Any)
     assert lazy.collect()["generated_text"].to_list() == TEXTS[:1]
 
 
+@pytest.mark.parametrize("kind", [pl.DataFrame, pl.LazyFrame])
+def test_a_type_of_polars_that_arrow_does_not_have_is_refused_where_it_is_read(operator: Any, kind: Any) -> None:
+    wide = pl.Series([1], dtype=pl.Int128)
+    assert operator(kind({"text": ["a"], "wide": wide})).lazy().collect()["generated_text"].to_list() == TEXTS[:1]
+    with pytest.raises(DataError, match=f"a {kind.__name__} must be a table that Arrow can hold: Invalid"):
+        operator(kind({"text": wide}))
+
+
+@pytest.mark.parametrize("kind", [pl.DataFrame, pl.LazyFrame])
+def test_objects_in_a_frame_of_polars_stay_and_are_not_streamed(operator: Any, kind: Any) -> None:
+    held = object()
+    frame = kind({"text": ["a"], "held": pl.Series([held], dtype=pl.Object)})
+    assert operator(frame).lazy().collect()["held"].to_list() == [held]
+    with pytest.raises(DataError, match="a column must hold what Arrow can, but 'held' holds Python objects"):
+        operator.stream(frame)
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4), (3, 0), (3, 0, 2)])
 def test_arrays_of_any_shape_come_back_as_they_are(operator: Any, shape: tuple[int, ...]) -> None:
     batch = {
