@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,13 +25,16 @@ from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import JobError, JobStopped, RowError
 from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
+from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress
 from llmbatch.inference.report import Report
 from llmbatch.inference.sharing.shared_worker import SharedWorker
+from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.jobs.job import run_by
+from llmbatch.jobs.resuming.resume import OtherCommandError
 from llmbatch.openai.validation import refuse_others
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
@@ -216,6 +219,21 @@ class _BatchWorker(Worker):
         return self._shared.stream(windows, sink, at_risk=at_risk)
 
 
+def run_batch(
+    open_worker: Callable[[Options, Progress | None], TableWorker],
+    source: Path,
+    output: Path,
+    progress: Progress,
+    stopping: StopRequest,
+    asked: Mapping[str, Any],
+) -> Report:
+    """Run the job of a batch as `run_by` does. One that an endpoint with other options began starts over."""
+    try:
+        return run_by(open_worker, str(source), str(output), progress, stopping, asked)
+    except OtherCommandError:
+        return run_by(open_worker, str(source), str(output), progress, stopping, {**asked, "restart": True})
+
+
 def run_server(
     serving: ServingOptions,
     asked: Mapping[str, Any],
@@ -238,7 +256,7 @@ def run_server(
 
         def run_job(source: Path, output: Path, url: str, counts: Progress, stopping: StopRequest) -> Report:
             try:
-                return run_by(lambda *_: _BatchWorker(shared, url), str(source), str(output), counts, stopping, asked)
+                return run_batch(lambda *_: _BatchWorker(shared, url), source, output, counts, stopping, asked)
             except JobError:
                 if shared.error is None:
                     raise

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import httpx
 import openai
 import pytest
 
-from llmbatch.errors import DataError, JobStopped, ParameterError
-from llmbatch.inference.progress import Advance
+from llmbatch.errors import DataError, JobError, JobStopped, ParameterError
+from llmbatch.inference.progress import Advance, Silence
 from llmbatch.inference.report import Report
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.job import run_by
@@ -25,6 +26,7 @@ from llmbatch.serving.batches.files import FileStore
 from llmbatch.serving.batches.records import Record, StateFolder, write_record
 from llmbatch.serving.batches.store import BatchStore
 from llmbatch.serving.refused import Refused
+from llmbatch.serving.server import run_batch
 from tests.support.batches import COMPLETIONS, line
 from tests.support.serving import SIMULATED, Served, served
 
@@ -245,6 +247,23 @@ def test_a_batch_that_had_not_ended_goes_on_when_a_server_starts_again(tmp_path:
     assert jobs.begun.acquire(timeout=60)
     assert jobs.inputs == [LINES, LINES]
     again.close(0.0)
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_batch_that_was_begun_with_other_options_starts_over(
+    worker: Worker, tmp_path: Path, is_finished: bool
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps(line(f"{tokens}", max_tokens=tokens)) for tokens in (None, 5, 0)))
+    asked = {"model": worker.options.model, **SIMULATED, "max_tokens": 3}
+    with nullcontext() if is_finished else pytest.raises(JobError):
+        options = {**asked, "max_tokens": 2, "on_error": "column" if is_finished else "raise"}
+        run_batch(Worker.open, source, output, Silence(), StopRequest(), options)
+    report = run_batch(Worker.open, source, output, Silence(), StopRequest(), asked)
+    bodies = [json.loads(text)["response"]["body"] for text in output.read_text().splitlines()]
+    assert [body["usage"]["completion_tokens"] for body in bodies] == [3, 5]
+    assert (report.rows, report.errors, report.finished_before) == (3, 1, False)
+    assert run_batch(Worker.open, source, output, Silence(), StopRequest(), asked).finished_before
 
 
 def test_a_batch_that_comes_while_a_server_ends_is_begun_by_the_next_one(tmp_path: Path) -> None:

@@ -98,6 +98,10 @@ class Resume:
     changed: bool  # the input's files are not those that these are answers to: whether its rows are must be seen
 
 
+class OtherCommandError(DataError):
+    """The output was made, or begun, by a command that gives other answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class AlreadyFinished:
     """A finished output of this very command."""
@@ -210,7 +214,7 @@ def _go_on(
 def _compare(what: str, kept: dict[str, Any], fresh: JobState) -> None:
     changes = difference(kept, fresh.command)
     if changes is not None:
-        raise DataError(f"{what} by another command, in which {changes}: give the same command, {_WAY_OUT}")
+        raise OtherCommandError(f"{what} by another command, in which {changes}: give the same command, {_WAY_OUT}")
 
 
 def _check_change(fresh: JobState, rows: int, columns: Sequence[str]) -> None:
