@@ -25,11 +25,9 @@ from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import JobError, JobStopped, RowError
 from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
-from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress
 from llmbatch.inference.report import Report
 from llmbatch.inference.sharing.shared_worker import SharedWorker
-from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.forecast import forecast_rows
@@ -220,18 +218,14 @@ class _BatchWorker(Worker):
 
 
 def run_batch(
-    open_worker: Callable[[Options, Progress | None], TableWorker],
-    source: Path,
-    output: Path,
-    progress: Progress,
-    stopping: StopRequest,
-    asked: Mapping[str, Any],
+    run: Callable[[Mapping[str, Any]], Report], asked: Mapping[str, Any], restarts: Callable[[], None]
 ) -> Report:
-    """Run the job of a batch as `run_by` does. One that an endpoint with other options began starts over."""
+    """Run the job of a batch. One that was begun with other options starts over, which `restarts` is called to say."""
     try:
-        return run_by(open_worker, str(source), str(output), progress, stopping, asked)
+        return run(asked)
     except OtherCommandError:
-        return run_by(open_worker, str(source), str(output), progress, stopping, {**asked, "restart": True})
+        restarts()
+        return run({**asked, "restart": True})
 
 
 def run_server(
@@ -255,8 +249,10 @@ def run_server(
     try:
 
         def run_job(source: Path, output: Path, url: str, counts: Progress, stopping: StopRequest) -> Report:
+            given = lambda *_: _BatchWorker(shared, url), str(source), str(output), counts, stopping
+            said = f"the batch of {source} was begun with other options: it starts over"
             try:
-                return run_batch(lambda *_: _BatchWorker(shared, url), source, output, counts, stopping, asked)
+                return run_batch(partial(run_by, *given), asked, partial(progress.say, said))
             except JobError:
                 if shared.error is None:
                     raise

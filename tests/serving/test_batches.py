@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -256,14 +257,19 @@ def test_a_batch_that_was_begun_with_other_options_starts_over(
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(json.dumps(line(f"{tokens}", max_tokens=tokens)) for tokens in (None, 5, 0)))
     asked = {"model": worker.options.model, **SIMULATED, "max_tokens": 3}
+    run = partial(run_by, Worker.open, str(source), str(output), Silence(), StopRequest())
+    restarts: list[str] = []
+    said = partial(restarts.append, "said")
     with nullcontext() if is_finished else pytest.raises(JobError):
         options = {**asked, "max_tokens": 2, "on_error": "column" if is_finished else "raise"}
-        run_batch(Worker.open, source, output, Silence(), StopRequest(), options)
-    report = run_batch(Worker.open, source, output, Silence(), StopRequest(), asked)
+        run_batch(run, options, said)
+    assert not restarts
+    report = run_batch(run, asked, said)
     bodies = [json.loads(text)["response"]["body"] for text in output.read_text().splitlines()]
     assert [body["usage"]["completion_tokens"] for body in bodies] == [3, 5]
     assert (report.rows, report.errors, report.finished_before) == (3, 1, False)
-    assert run_batch(Worker.open, source, output, Silence(), StopRequest(), asked).finished_before
+    assert run_batch(run, asked, said).finished_before
+    assert restarts == ["said"]
 
 
 def test_a_batch_that_comes_while_a_server_ends_is_begun_by_the_next_one(tmp_path: Path) -> None:
