@@ -93,6 +93,27 @@ def test_no_split_ends_before_its_bound(kind: str) -> None:
         assert found.seconds_least <= seconds[told(found)]
 
 
+def test_one_row_of_a_mixture_reads_no_expert_but_its_own() -> None:
+    workload, output = jobs_of("long answers")
+    [row] = np.flatnonzero(output == output.max())[:1]
+    one = workload.without([other for other in range(len(workload)) if other != row])
+    [split] = splits_of(Offer.all_of({"h200": 1}), find_shape("qwen3-30b-a3b"))
+    [found] = search(one, output, [split], SCHEDULING)
+    assert found.binding == "longest row"
+    assert found.seconds is not None
+    assert 0.9 * found.seconds < found.seconds_least <= found.seconds
+
+
+@pytest.mark.parametrize("running", [2, 1024])
+def test_no_split_of_a_mixture_ends_before_its_bound(running: int) -> None:
+    workload, output = jobs_of("long answers")
+    narrow = replace(SCHEDULING, max_running=running)
+    for split in splits_of(Offer.all_of({"h200": 2}), find_shape("qwen3-30b-a3b")):
+        [found] = search(workload, output, [split], narrow)
+        assert found.seconds is not None
+        assert found.seconds_least <= found.seconds
+
+
 def test_what_cannot_be_best_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, output = jobs_of("long prompts")
     simulated: list[str] = []
