@@ -4,6 +4,7 @@
     ├── InputError(ValueError)        the command, its options or its input are wrong: nothing was started
     │   ├── ParameterError            a parameter is unknown or out of range
     │   ├── DataError                 a file, a column or a type is not what was asked for
+    │   │   └── OtherCommandError     the output was made, or begun, by a command that gives other answers
     │   └── ModelError                the model cannot be found, read or supported
     └── JobError(RuntimeError)        the job started and could not be finished; what it finished is kept
         ├── StorageError              a file system refuses to read or write
@@ -56,6 +57,10 @@ class DataError(InputError):
     """A file, a column or a type is not what was asked for."""
 
 
+class OtherCommandError(DataError):
+    """The output was made, or begun, by a command that gives other answers."""
+
+
 class ModelError(InputError):
     """The model cannot be found, read or supported."""
 
@@ -89,6 +94,7 @@ for _error in (
     InputError,
     ParameterError,
     DataError,
+    OtherCommandError,
     ModelError,
     JobError,
     StorageError,

@@ -56,6 +56,7 @@ ERRORS = {
     "InputError": ValueError,
     "DataError": ValueError,
     "ModelError": ValueError,
+    "OtherCommandError": ValueError,
     "JobError": RuntimeError,
     "JobStopped": RuntimeError,
     "StorageError": RuntimeError,

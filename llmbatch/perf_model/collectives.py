@@ -2,8 +2,7 @@
 
 Each layer ends twice in a sum over all devices: behind attention and behind the feed-forward part. A sum of `n` tokens
 takes a latency, and each device sends and gets all but its own part of `n h` numbers twice: 2 n h b (k - 1) / k bytes,
-where `h` is the size of hidden states.
-`Hardware.group` hides both.
+where `h` is the size of hidden states. `Hardware.group` hides both.
 """
 
 from __future__ import annotations

@@ -135,10 +135,11 @@ def seconds_of_all(left: RowsLeft, cost: CostModel, pool_tokens: float) -> float
 
 
 def _steps_of(answers: Floats, through_pool: float, rates: Rates) -> tuple[Floats, Floats]:
-    """Count the steps of rows with so many tokens to come, and the rows that these decode; float64 [kinds] each.
+    """Count the steps of rows with so many tokens to come, and the rows that each decodes; float64 [kinds] each.
 
-    There are as many as the longest row has tokens, or as rows need to pass `through_pool`. Then, and where rows share
-    no experts, all are alike.
+    Steps that decode as many rows are counted as one kind. There are as many steps as the longest row has tokens, or as
+    rows need to pass `through_pool`. In the second case all steps are taken to decode as many rows. So they are for a
+    model without experts, whose steps read all weights.
     """
     steps = max(float(answers.max(initial=0.0)), through_pool)
     if rates.expert_share < 1.0 and steps > through_pool:

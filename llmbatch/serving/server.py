@@ -22,7 +22,7 @@ import uvicorn
 from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import placeholder_texts
-from llmbatch.errors import JobError, JobStopped, RowError
+from llmbatch.errors import JobError, JobStopped, OtherCommandError, RowError
 from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
 from llmbatch.inference.progress import Progress
@@ -32,7 +32,6 @@ from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.jobs.job import run_by
-from llmbatch.jobs.resuming.resume import OtherCommandError
 from llmbatch.openai.validation import refuse_others
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
@@ -249,10 +248,10 @@ def run_server(
     try:
 
         def run_job(source: Path, output: Path, url: str, counts: Progress, stopping: StopRequest) -> Report:
-            given = lambda *_: _BatchWorker(shared, url), str(source), str(output), counts, stopping
+            run = partial(run_by, lambda *_: _BatchWorker(shared, url), str(source), str(output), counts, stopping)
             said = f"the batch of {source} was begun with other options: it starts over"
             try:
-                return run_batch(partial(run_by, *given), asked, partial(progress.say, said))
+                return run_batch(run, asked, partial(progress.say, said))
             except JobError:
                 if shared.error is None:
                     raise

@@ -28,7 +28,7 @@ _SELDOM: Final = (50_000, 100, 100)
 
 # New objects, and collections of a younger generation, between two collections: as Python has it, but for the last,
 # which is as soon as a quarter of all objects are new.
-_COLLECTED: Final = (700, 10, 0)
+_SOON: Final = (700, 10, 0)
 
 
 def collect_seldom() -> None:
@@ -52,7 +52,7 @@ def loaded_objects_apart() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.collect()  # counts those that are left: none
-    gc.set_threshold(*_COLLECTED)
+    gc.set_threshold(*_SOON)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
 
-from llmbatch.errors import DataError
+from llmbatch.errors import DataError, OtherCommandError
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.report import Report
 from llmbatch.io.reading.dataset import Dataset
@@ -96,10 +96,6 @@ class Resume:
     state: JobState
     sources: Sequence[Source]  # answers that earlier generations or a finished output hold
     changed: bool  # the input's files are not those that these are answers to: whether its rows are must be seen
-
-
-class OtherCommandError(DataError):
-    """The output was made, or begun, by a command that gives other answers."""
 
 
 @dataclass(frozen=True, slots=True)
