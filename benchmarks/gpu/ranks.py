@@ -21,8 +21,7 @@ from llmbatch.engine.calibration.step_timer import StepKind, time_step
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
 from llmbatch.engine.model.loader import load_model
-from llmbatch.engine.ranks.gpu.first import first_of_gpus, ranked_engine
-from llmbatch.engine.ranks.gpu.messages import OtherDevices
+from llmbatch.engine.ranks.gpu.first import first_of_gpus, ranked_engine, teams_on_gpus
 from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.collectives import with_sums
@@ -100,11 +99,9 @@ def _engine(stage: Stage, ranks: int) -> GpuEngine:
             load_format="dummy",
             trust_remote_code=False,
             context_length=loaded.context_length,
-            files=loaded.files,
-            **pages,
         )
-        others = OtherDevices(replace(stage.platform, copies=None), "triton")
-        engine = ranked_engine(loaded, attention, orders, others, recorder=recorder)
+        teams = teams_on_gpus(replace(platform, copies=None), orders)
+        engine = ranked_engine(loaded, attention, teams, pages, recorder=recorder)
     engine.pages.fill()
     return engine
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engine.gpu.strategies import Strategy
     from llmbatch.engine.model.loader import LoadedModel
     from llmbatch.engine.ranks.gpu.engine import RankedGpuEngine
-    from llmbatch.engine.ranks.gpu.messages import OtherDevices
-    from llmbatch.engine.ranks.orders import RankOrders
+    from llmbatch.engine.ranks.teams import RankTeams
 
 _log = logging.getLogger("llmbatch")
 _RECORDINGS: Final = 2  # where a rank is killed meanwhile
@@ -46,16 +45,15 @@ class EngineFactory:
     max_running: int = 1
     notes: tuple[str, ...] = ()  # for the user, a sentence each
     keeps_rates: bool = True  # of a job for later ones
-    orders: RankOrders | None = None  # what other ranks are started with
-    devices: OtherDevices | None = None  # where these are on devices
+    teams: RankTeams | None = None  # of the other ranks, where processes share the model
     attends_on_host: bool = False  # for a device
 
     def engine(
         self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str] | None, grammars: Grammars | None
     ) -> StreamEngine:
         """Build a new engine, with the memory of the pool; `decode` turns tokens into text, for stop strings."""
-        if self.devices is not None:
-            return self._ranked(loaded, decode=decode, grammars=grammars)
+        if self.attention is not None and self.teams is not None:
+            return self._ranked(loaded, self.attention, self.teams, decode=decode, grammars=grammars)
         if self.attention is not None:
             engine = self.accelerated(
                 loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode, grammars=grammars
@@ -68,11 +66,13 @@ class EngineFactory:
 
         model = DeviceModel(loaded.module, loaded.device) if self.attends_on_host else None
         made = CpuEngine(loaded, **self._pages, decode=decode, grammars=grammars, model=model)
-        if self.orders is None:
+        if self.teams is None:
             return made
-        from llmbatch.engine.ranks.cpu.first import ranked_engine
+        from llmbatch.engine.ranks.cpu.engine import RankedCpuEngine
+        from llmbatch.engine.ranks.orders import EngineOrders
 
-        return ranked_engine(made, loaded, self.orders.with_pages(self._pages))
+        team = self.teams.meet(EngineOrders(files=loaded.files, **self._pages))
+        return RankedCpuEngine(made, loaded.module, team)
 
     @property
     def _pages(self) -> dict[str, int]:
@@ -83,18 +83,15 @@ class EngineFactory:
             "page_size": pool.page_size,
         }
 
-    def _ranked(self, loaded: LoadedModel, **given: Any) -> RankedGpuEngine:
-        """Start the other ranks on devices, and build the engine of all; where one cannot record, none does."""
+    def _ranked(
+        self, loaded: LoadedModel, attention: PagedAttention, teams: RankTeams, **given: Any
+    ) -> RankedGpuEngine:
+        """Meet the other ranks on devices, and build the engine of all; where one cannot record, none does."""
         from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
         from llmbatch.engine.ranks.gpu.first import ranked_engine
         from llmbatch.engine.ranks.reports import RankLost
 
-        assert self.attention is not None
-        assert self.orders is not None
-        assert self.devices is not None
-        build = partial(
-            ranked_engine, loaded, self.attention, self.orders.with_pages(self._pages), self.devices, **given
-        )
+        build = partial(ranked_engine, loaded, attention, teams, self._pages, **given)
         for _ in range(_RECORDINGS if self.records else 0):
             engine = build(recorder=GraphRecorder)
             try:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from llmbatch.choices import AttentionName
 from llmbatch.engine.attention_choice import choose_attention
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.calibration.device_cost import calibrated_cost, ceilings_of, cost_model, store_of, strategy_of
@@ -28,8 +27,6 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engine.calibration.store import CalibrationStore, DeviceCalibration
     from llmbatch.engine.gpu.strategies import Strategy
     from llmbatch.engine.model.loader import LoadedModel
-    from llmbatch.engine.ranks.gpu.messages import OtherDevices
-    from llmbatch.engine.ranks.orders import RankOrders
 
 _OF_NCCL: Final = 2 << 30  # bytes; other engines see 1.8 GB more on each of two GPUs than on one
 _MOST_STREAMED: Final = 32_768  # tokens of a step beside layers that come, for which memory is kept
@@ -48,7 +45,7 @@ def prepare(
     `pool` is that of `size_pool`. Raises ModelError if no attention works, and JobError if the step does not fit.
     """
     if platform.is_host:
-        return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed, _orders(model, config, loaded))
+        return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed, platform.ranks)
     if platform.attends_on_host:
         return _attended_on_the_host(cost_model(platform, model, config), loaded, scheduling, pool)
     attention, notes = choose_attention(
@@ -68,11 +65,7 @@ def prepare(
     else:
         strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
         factory = EngineFactory(pool, cost_model(platform, model, config), attention, strategy)
-    factory = replace(factory, notes=(*notes, *factory.notes))
-    orders = _orders(model, config, loaded)
-    if orders is not None:
-        factory = replace(factory, orders=orders, devices=_other_devices(platform, attention.name))
-    return factory
+    return replace(factory, notes=(*notes, *factory.notes))
 
 
 def _on_a_card(
@@ -131,12 +124,10 @@ def _beside_sums(platform: Platform, model: ModelConfig, rows: int) -> int:
     return _OF_NCCL + 2 * rows * int(model.config.vocab_size) * model.dtype.itemsize
 
 
-def _on_the_host(
-    pool: Pool, cost: CostModel, streamed: StreamedWeights | None, orders: RankOrders | None
-) -> EngineFactory:
-    """Return the factory of a processor, with what is read of the weights at each step, or with other ranks."""
+def _on_the_host(pool: Pool, cost: CostModel, streamed: StreamedWeights | None, ranks: int) -> EngineFactory:
+    """Return the factory of a processor, with what is read of the weights at each step."""
     if streamed is None:  # what several processes take says nothing of one
-        return EngineFactory(pool, cost, keeps_rates=orders is None, orders=orders)
+        return EngineFactory(pool, cost, keeps_rates=ranks == 1)
     return EngineFactory(
         pool,
         streamed_cost("disk", cost, streamed),
@@ -171,21 +162,6 @@ def _attended_on_the_host(cost: CostModel, loaded: LoadedModel, scheduling: Sche
         # The host would take minutes for prompts of all these tokens.
         check_room(loaded, make, tokens=tokens, rows=max(rows, tokens // 512), page_size=pool.page_size)
     return factory
-
-
-def _orders(model: ModelConfig, config: EngineConfig, loaded: LoadedModel) -> RankOrders | None:
-    """Return what other ranks are started with, if there are any."""
-    if config.tensor_parallel == 1:
-        return None
-    from llmbatch.engine.ranks.orders import RankOrders
-
-    return RankOrders.of(model, config, loaded.files)
-
-
-def _other_devices(platform: Platform, attention: AttentionName) -> OtherDevices:
-    from llmbatch.engine.ranks.gpu.messages import OtherDevices
-
-    return OtherDevices(replace(platform, share=None, pack=None), attention)
 
 
 def _calibration(

@@ -24,7 +24,6 @@ from llmbatch.engine.memory import memory_of_weights, size_pool
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.preparation import prepare
-from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.inference.options import Options
@@ -135,7 +134,6 @@ def test_gpus_that_share_a_model_are_calibrated_as_one_and_say_what_they_tell_ea
     assert two.pool.num_pages == 2 * left // (described.bytes_per_token * PAGE_SIZE)
     assert two.cost == with_sums(linked.cost(two.cost.shape), 2)
     assert two.cost.rates.step_seconds > 0
-    assert two.orders == RankOrders.of(described, options(tensor_parallel=2), files=())
 
 
 def test_what_gpus_that_share_a_model_do_is_foreseen(

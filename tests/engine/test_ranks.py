@@ -22,13 +22,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llmbatch import JobError, LLMOperator, ParameterError
+from llmbatch import JobError, LLMOperator, ModelError, ParameterError
 from llmbatch.engine.cpu.threads import threads_told
 from llmbatch.engine.ranks import team
 from llmbatch.engine.ranks.collectives import share_of
 from llmbatch.engine.ranks.cpu import first
 from llmbatch.engine.ranks.cpu.engine import RankedCpuEngine
 from llmbatch.engine.ranks.plan import check_cores
+from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.system import processes
 from tests.support.models import tiny_model_folder
@@ -207,21 +208,47 @@ def test_ranks_run_on_a_python_that_was_built_for_older_systems(
 
 
 def test_a_rank_that_finds_other_weights_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are replaced once the first rank has loaded them."""
+    """They are replaced once it has loaded them, and before the first rank does."""
     folder = tiny_model_folder(tmp_path, "qwen2")
-    start = processes.start_fed
+    begin = RankTeams.begin
 
-    def replace_and_start(*given: Any) -> Any:
+    def begin_and_replace(teams: RankTeams) -> None:
+        begin(teams)
+        teams.wait()
         (tmp_path / "model.safetensors").touch()
-        return start(*given)
 
-    monkeypatch.setattr(team, "start_fed", replace_and_start)
+    monkeypatch.setattr(RankTeams, "begin", begin_and_replace)
     with pytest.raises(JobError) as raised:
         answers(folder, tensor_parallel=2, max_tokens=2)
     assert str(raised.value) == (
         f"the ranks of tensor_parallel=2 must all start, and rank 1 of 2 ended: the files in model folder {folder!r} "
         "must stay as they are while processes load them, but they have changed: run the job again"
     )
+
+
+def test_ranks_end_where_the_first_one_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, begin, started = tiny_model_folder(tmp_path, "qwen2"), RankTeams.begin, list[subprocess.Popen[bytes]]()
+
+    def begin_and_spoil(teams: RankTeams) -> None:
+        begin(teams)
+        assert teams._loading is not None
+        started.extend(teams._loading._processes)
+        (tmp_path / "model.safetensors").write_bytes(b"no weights")
+
+    monkeypatch.setattr(RankTeams, "begin", begin_and_spoil)
+    with pytest.raises(ModelError):
+        answers(folder, tensor_parallel=2)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
+
+
+def test_ranks_that_cannot_be_started_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("there are too many processes")
+
+    monkeypatch.setattr(team, "start_fed", refuse)
+    with pytest.raises(JobError) as raised:
+        answers(tiny_model_folder(tmp_path, "qwen2"), tensor_parallel=2)
+    assert str(raised.value) == "the ranks of tensor_parallel=2 must all start, and there are too many processes"
 
 
 @pytest.mark.slow

@@ -4,4 +4,4 @@ Must not import `engine.devices`, or what is above the engine.
 Start reading at `plan`.
 """
 
-__all__ = ["cpu", "gpu", "orders", "plan", "platforms", "reports"]
+__all__ = ["cpu", "gpu", "orders", "plan", "platforms", "reports", "teams"]

@@ -1,11 +1,9 @@
-"""What all ranks of an engine are told of the model that they share."""
+"""What all ranks of an engine are told: of the model that they share, and then of the engine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from llmbatch.choices import DType, KVDType, LoadFormat
 from llmbatch.engine.config import EngineConfig
@@ -17,7 +15,7 @@ from llmbatch.engine.model.platform import Platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrders:
-    """A model, and the pages for its keys and values, as every rank has them."""
+    """A model, of which every rank loads its share."""
 
     ranks: int
     parent: int  # the process of the first rank
@@ -27,14 +25,10 @@ class RankOrders:
     load_format: LoadFormat
     trust_remote_code: bool
     context_length: int
-    files: ModelFiles  # as the first rank has loaded them
-    num_pages: int = 0  # known once an engine is built
-    window_pages: int = 0
-    page_size: int = 0
 
     @classmethod
-    def of(cls, model: ModelConfig, config: EngineConfig, files: ModelFiles) -> RankOrders:
-        """Order what the first rank, in this process, was asked for; it has loaded these files."""
+    def of(cls, model: ModelConfig, config: EngineConfig) -> RankOrders:
+        """Order what the first rank, in this process, was asked for."""
         dtype = model.layer_type or str(model.dtype).removeprefix("torch.")
         return cls(
             ranks=config.tensor_parallel,
@@ -45,16 +39,11 @@ class RankOrders:
             load_format=config.load_format,
             trust_remote_code=config.trust_remote_code,
             context_length=model.context_length,
-            files=files,
         )
 
-    def with_pages(self, pages: Mapping[str, Any]) -> RankOrders:
-        """Return the orders with the pages of an engine, by the names of these fields."""
-        return replace(self, **pages)
-
     def load(self, platform: Platform) -> LoadedModel:
-        """Load a rank's share: that of the platform. Raises ModelError where files have changed meanwhile."""
-        loaded = load_model(
+        """Load a rank's share: that of the platform."""
+        return load_model(
             self.folder,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
@@ -63,6 +52,18 @@ class RankOrders:
             context_length=self.context_length,
             platform=platform,
         )
-        if loaded.files != self.files:
+
+    def check_files(self, loaded: LoadedModel, files: ModelFiles) -> None:
+        """Raise ModelError where a rank has loaded other files than the first one."""
+        if loaded.files != files:
             raise changed_files(self.folder)
-        return loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOrders:
+    """Pages for keys and values as every rank has them, and the files that the first one has loaded."""
+
+    files: ModelFiles
+    num_pages: int
+    window_pages: int
+    page_size: int

@@ -1,9 +1,11 @@
-"""The first rank as a platform: on a host's cores, or on its GPUs."""
+"""The first rank as a platform, and what starts the others: on a host's cores, or on its GPUs."""
 
 from __future__ import annotations
 
 from llmbatch.engine.model.platform import Platform
-from llmbatch.engine.ranks.cpu.first import first_of_cores
+from llmbatch.engine.ranks.cpu.first import first_of_cores, teams_on_cores
+from llmbatch.engine.ranks.orders import RankOrders
+from llmbatch.engine.ranks.teams import RankTeams
 
 
 def first_rank(platform: Platform, ranks: int) -> Platform:
@@ -16,3 +18,12 @@ def first_rank(platform: Platform, ranks: int) -> Platform:
     from llmbatch.engine.ranks.gpu.first import first_of_gpus  # needs Triton
 
     return first_of_gpus(platform, ranks)
+
+
+def other_ranks(platform: Platform, orders: RankOrders) -> RankTeams:
+    """Return what starts the other ranks, where the platform is that of `first_rank`."""
+    if platform.is_host:
+        return teams_on_cores(platform, orders)
+    from llmbatch.engine.ranks.gpu.first import teams_on_gpus  # needs Triton
+
+    return teams_on_gpus(platform, orders)

@@ -1,16 +1,21 @@
-"""Why a rank ended, as it says itself in place of a traceback: on its standard output, which the first rank reads."""
+"""What a rank says of itself on its standard output, which the first rank reads.
+
+It says that it has loaded its share, and, in place of a traceback, why it ends.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final, TextIO
 
 from llmbatch.errors import LLMBatchError
 
+LOADED: Final = "\n"  # what a rank says once it has loaded its share
 LOST: Final = 2  # the status of a rank that ended since another one has
 _NO_MEMORY: Final = ("out of memory", "allocate memory")  # in what torch says
 
@@ -25,16 +30,17 @@ class RankLost(RuntimeError):
 
 
 @contextmanager
-def reporting() -> Iterator[None]:
+def reporting() -> Iterator[Callable[[], None]]:
     """Be a rank, and then end the process without ado; where it must end, say why to the first one.
 
-    What libraries print goes nowhere. Nothing is taken apart: a group of GPUs would wait for the others.
+    Gives what is to be called once the share is loaded. What libraries print goes nowhere. Nothing is taken apart: a
+    group of GPUs would wait for the others.
     """
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as report, open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
         status = 1
         try:
-            yield
+            yield partial(_write, report, LOADED)
             status = 0
         except RankLost as error:
             status = LOST
@@ -56,6 +62,10 @@ def reporting() -> Iterator[None]:
 
 
 def _say(report: TextIO, error: Exception) -> None:
+    _write(report, str(error).strip().split("\n")[0] or type(error).__name__)
+
+
+def _write(report: TextIO, words: str) -> None:
     with suppress(OSError):  # nobody is there any more
-        report.write(str(error).strip().split("\n")[0] or type(error).__name__)
+        report.write(words)
         report.flush()

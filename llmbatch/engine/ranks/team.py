@@ -1,4 +1,4 @@
-"""The processes of the ranks other than the first, which lives in this one."""
+"""The processes of the ranks other than the first, which lives in this one: all load their shares side by side."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import IO, Any, Final
 
-from llmbatch.engine.ranks.reports import LOST, RankLost
-from llmbatch.errors import JobError
+from llmbatch.engine.ranks.reports import LOADED, LOST, RankLost
 from llmbatch.system.processes import is_stopped, start_fed
 
-_STARTS: Final = 3
 _GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
 _STOPPED_S: Final = 10.0  # that a process may be stopped (SIGSTOP)
 _PIPE: Final = 1 << 20  # bytes of messages that may wait for a rank
@@ -30,7 +28,7 @@ _log = logging.getLogger("llmbatch")
 
 
 class RankTeam:
-    """Starts the other ranks, tells them what to compute, and ends them."""
+    """Starts the other ranks, which load their shares, tells them what to compute, and ends them."""
 
     def __init__(
         self,
@@ -43,33 +41,41 @@ class RankTeam:
     ) -> None:
         """Start a process for each of these orders, by the `main` of a module, with these open files.
 
-        `join` waits till all have loaded the model, and is told by `leave`, from another thread, that one has ended.
-        Raises RankLost where one does not come up.
+        `join` waits till all are ready to compute, and is told by `leave`, from another thread, that one has ended.
+        Raises RankLost where a process cannot be started.
         """
+        self._join = join
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._loading: list[subprocess.Popen[bytes]] = []  # that are not known to have loaded
         self._lost: RankLost | None = None
         self._end = weakref.finalize(self, _end, self._processes)
-        try:
-            for given in orders:
-                self._processes.append(start_fed(module, files))
+        with self._complete():
+            for rank, given in enumerate(orders, 1):
+                process = start_fed(module, files)
+                self._processes.append(process)
+                self._loading.append(process)
                 with suppress(OSError):  # a user may have so many of them
-                    fcntl.fcntl(_input(self._processes[-1]), fcntl.F_SETPIPE_SZ, _PIPE)
-                send(_input(self._processes[-1]), given)
-            for rank, process in enumerate(self._processes, 1):
+                    fcntl.fcntl(_input(process), fcntl.F_SETPIPE_SZ, _PIPE)
+                with suppress(OSError):  # it has ended, which `meet` finds
+                    send(_input(process), given)
                 Thread(target=_watch, args=(process, rank, leave), name=f"rank {rank}", daemon=True).start()
-            join()
-        except (RankLost, OSError) as error:
-            lost = self.lost() or RankLost(str(error))
-            self.end()
-            raise lost from error
-        except BaseException:  # the job is to end
-            self.end()
-            raise
 
     @property
     def pids(self) -> list[int]:
         """The processes of the other ranks."""
         return [process.pid for process in self._processes]
+
+    def wait(self) -> None:
+        """Wait till each rank has loaded its share, or has ended."""
+        while self._loading:
+            _output(self._loading[0]).read(len(LOADED))
+            del self._loading[0]
+
+    def meet(self, message: object) -> None:
+        """Tell the ranks what they compute on, and wait till all are ready. Raises RankLost where one has ended."""
+        with self._complete():
+            self.tell(message)
+            self._join()
 
     def tell(self, message: object) -> None:
         """Give a message to all other ranks. Raises RankLost."""
@@ -119,22 +125,18 @@ class RankTeam:
         """End the other ranks."""
         self._end()
 
-
-def start_team(build: Callable[[], RankTeam], ranks: int) -> RankTeam:
-    """Start the other ones of so many ranks by `build`; again where one was killed while it loaded. Raises JobError."""
-    for attempt in range(_STARTS):
+    @contextmanager
+    def _complete(self) -> Iterator[None]:
+        """Keep all ranks, or none; raises RankLost, and says which, where one has ended."""
         try:
-            return build()
-        except RankLost as error:
-            lost = error
-        if not lost.by_signal:
-            break
-        if attempt < _STARTS - 1:
-            _log.warning("%s before it had loaded the model: the ranks are started again", lost)
-    ended = f"the ranks of tensor_parallel={ranks} must all start, and {lost}"
-    if lost.by_signal:
-        ended += f" {_STARTS} times: if memory ran out, take fewer ranks or a smaller dtype"
-    raise JobError(ended) from lost
+            yield
+        except (RankLost, OSError) as error:
+            lost = self.lost() or RankLost(str(error))
+            self.end()
+            raise lost from error
+        except BaseException:  # the job is to end
+            self.end()
+            raise
 
 
 def send(stream: IO[bytes], message: object) -> None:
@@ -170,14 +172,18 @@ def _watch(process: subprocess.Popen[bytes], rank: int, leave: Callable[[], None
 
 def _reason(process: subprocess.Popen[bytes]) -> str:
     """Read what a process that has ended says of it; nothing if it said nothing."""
-    assert process.stdout is not None, "ranks say there why they end"
-    said = process.stdout.read().decode(errors="replace")
+    said = _output(process).read().decode(errors="replace").removeprefix(LOADED)
     return said and f": {said}"
 
 
 def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
     assert process.stdin is not None, "ranks are told what to do there"
     return process.stdin
+
+
+def _output(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdout is not None, "ranks say there that they have loaded, and why they end"
+    return process.stdout
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # what imports torch
     from llmbatch.engine.model.config import ModelConfig
     from llmbatch.engine.model.loader import LoadedModel
     from llmbatch.engine.model.platform import Platform
+    from llmbatch.engine.ranks.teams import RankTeams
 
 
 class Engines(ABC):
@@ -197,24 +199,44 @@ class UnloadedEngines(Engines):
         return foresee(self._platform, self._config, self._options, kv_tokens=tokens, weights=weights)
 
     def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
-        """Load the weights, and calibrate the device. Raises JobError where memory runs out."""
-        from llmbatch.engine.model.loader import load_weights
+        """Load the weights, on all ranks at once, and calibrate the device. Raises JobError where memory runs out."""
         from llmbatch.engine.preparation import prepare
 
-        options, platform = self._options, self._platform
+        options, platform, teams = self._options, self._platform, self._other_ranks()
         platform.enter()
-        try:
+        with ExitStack() as where_it_fails:
+            if teams is not None:
+                where_it_fails.callback(teams.end)
+                teams.begin()
             with saying(progress, f"loading the weights of {options.model}"):
-                weights = load_weights(
-                    self._config,
-                    load_format=options.load_format,
-                    weights_memory=self._weights_memory,
-                    platform=platform,
-                )
-        except (MemoryError, RuntimeError) as error:
-            raise out_of_memory(error, f"the weights of {options.model}") from error
-        factory = prepare(platform, self._config, weights, options, scheduling, self.pool)
+                weights = self._load_weights()
+                if teams is not None:
+                    teams.wait()  # what is measured next needs the machine alone
+            factory = prepare(platform, self._config, weights, options, scheduling, self.pool)
+            where_it_fails.pop_all()
+        factory = replace(factory, teams=teams)
         return ModelEngines(platform, self._config, weights, factory, self.tokenizer, self.max_running)
+
+    def _load_weights(self) -> LoadedModel:
+        from llmbatch.engine.model.loader import load_weights
+
+        try:
+            return load_weights(
+                self._config,
+                load_format=self._options.load_format,
+                weights_memory=self._weights_memory,
+                platform=self._platform,
+            )
+        except (MemoryError, RuntimeError) as error:
+            raise out_of_memory(error, f"the weights of {self._options.model}") from error
+
+    def _other_ranks(self) -> RankTeams | None:
+        if self._platform.ranks == 1:
+            return None
+        from llmbatch.engine.ranks.orders import RankOrders
+        from llmbatch.engine.ranks.platforms import other_ranks
+
+        return other_ranks(self._platform, RankOrders.of(self._config, self._options))
 
 
 class ModelEngines(LoadedEngines):

@@ -29,18 +29,17 @@ from llmbatch.engine.calibration.device_cost import cost_model
 from llmbatch.engine.factory import EngineFactory
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.graphs import recorder
-from llmbatch.engine.model.checkpoints import files_as_they_are
 from llmbatch.engine.model.config import describe_model
-from llmbatch.engine.model.loader import load_model
+from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.gpu import first
 from llmbatch.engine.ranks.gpu import meeting as meeting_module
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import RankedGpuEngine
-from llmbatch.engine.ranks.gpu.first import first_of_gpus, ranked_engine
+from llmbatch.engine.ranks.gpu.first import first_of_gpus, ranked_engine, teams_on_gpus
 from llmbatch.engine.ranks.gpu.meeting import Meeting
-from llmbatch.engine.ranks.gpu.messages import OtherDevices
 from llmbatch.engine.ranks.orders import RankOrders
+from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.errors import JobError, ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.kernels.triton.backend import TritonAttention
@@ -103,17 +102,11 @@ def test_rows_of_every_kind_are_answered_as_on_a_processor(tmp_path: Path, famil
 def test_ranks_repeat_what_all_have_recorded(tmp_path: Path) -> None:
     folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()
     expected = generate(tiny_model("llama", layers=LAYERS), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
-    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    loaded, teams = two_ranks(folder)
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     golden.num_pages = 60
     pages = {"num_pages": golden.num_pages, "window_pages": 0, "page_size": 4}
-    engine = ranked_engine(
-        loaded,
-        TritonAttention(HOST),
-        orders_of(folder).with_pages(pages),
-        OtherDevices(ALONE, "triton"),
-        recorder=new_recorder,
-    )
+    engine = ranked_engine(loaded, TritonAttention(HOST), teams, pages, recorder=new_recorder)
     engine.record(range(1, 4), (16,))
     assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
     assert RECORDERS.pop().repeated > 0
@@ -152,7 +145,7 @@ def test_rows_of_a_rank_that_dies_run_again(
     assert found["generated_text"].equals(answers(folder, rows, max_tokens=4)["generated_text"])
 
 
-def recording_factory(folder: str, golden: Golden) -> EngineFactory:
+def recording_factory(folder: str, teams: RankTeams, golden: Golden) -> EngineFactory:
     described = describe_model(folder, dtype="float32", device=HOST)
     return EngineFactory(
         Pool(golden.num_pages, 4),
@@ -160,8 +153,7 @@ def recording_factory(folder: str, golden: Golden) -> EngineFactory:
         TritonAttention(HOST),
         records=True,
         max_running=2,
-        orders=orders_of(folder),
-        devices=OtherDevices(ALONE, "triton"),
+        teams=teams,
     )
 
 
@@ -171,12 +163,12 @@ def test_nothing_is_recorded_where_one_rank_cannot(
 ) -> None:
     folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()[:2]
     expected = generate(tiny_model("llama", layers=LAYERS), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
-    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    loaded, teams = two_ranks(folder)
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     monkeypatch.setattr(recorder, "GraphRecorder", new_recorder)
     monkeypatch.setattr(Again, "record", refuse)  # here, and not on the other rank
     with caplog.at_level(logging.WARNING, "llmbatch"):
-        engine = recording_factory(folder, golden).engine(loaded, None, None)
+        engine = recording_factory(folder, teams, golden).engine(loaded, None, None)
     assert caplog.messages == ["small steps are not recorded as CUDA graphs, and take longer: it waits"]
     assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
 
@@ -186,7 +178,7 @@ def test_steps_are_recorded_again_where_a_rank_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, rows = tiny_model_folder(tmp_path, "llama", layers=LAYERS), prompts()[:2]
-    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    loaded, teams = two_ranks(folder)
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     golden.num_pages = 60
     record, killed = RankedGpuEngine.record, list[int]()
@@ -200,7 +192,7 @@ def test_steps_are_recorded_again_where_a_rank_was_killed(
     monkeypatch.setattr(RankedGpuEngine, "record", kill_once)
     monkeypatch.setattr(recorder, "GraphRecorder", new_recorder)
     with caplog.at_level(logging.WARNING, "llmbatch"):
-        engine = recording_factory(folder, golden).engine(loaded, None, None)
+        engine = recording_factory(folder, teams, golden).engine(loaded, None, None)
     assert caplog.messages == ["rank 1 of 2 ended by signal 9 while steps were recorded: they are recorded again"]
     golden.run(engine, Blend(0.1, 0.2), 16)
     assert RECORDERS.pop().repeated > 0
@@ -215,18 +207,12 @@ def test_a_rank_that_does_not_come_up_is_named(
 ) -> None:
     monkeypatch.setattr(first, "_RANK", "llmbatch.errors")  # which has no `main`
     folder = tiny_model_folder(tmp_path, "llama", layers=LAYERS)
-    loaded = load_model(folder, dtype="float32", platform=first_of_gpus(ALONE, 2))
+    loaded, teams = two_ranks(folder)
     pages = {"num_pages": 2, "window_pages": 0, "page_size": 4}
     with pytest.raises(
         JobError, match=r"^the ranks of tensor_parallel=2 must all start, and rank 1 of 2 ended with status 1$"
     ):
-        ranked_engine(
-            loaded,
-            TritonAttention(HOST),
-            orders_of(folder).with_pages(pages),
-            OtherDevices(ALONE, "triton"),
-            recorder=None,
-        )
+        ranked_engine(loaded, TritonAttention(HOST), teams, pages, recorder=None)
     assert "cannot import name 'main'" in capfd.readouterr().err
 
 
@@ -292,8 +278,10 @@ def new_recorder() -> Again:
     return RECORDERS[-1]
 
 
-def orders_of(folder: str) -> RankOrders:
-    return RankOrders(
+def two_ranks(folder: str) -> tuple[LoadedModel, RankTeams]:
+    """The share of the first of two ranks, and what starts the other one."""
+    platform = first_of_gpus(ALONE, 2)
+    orders = RankOrders(
         ranks=2,
         parent=os.getpid(),
         folder=folder,
@@ -302,5 +290,5 @@ def orders_of(folder: str) -> RankOrders:
         load_format="auto",
         trust_remote_code=False,
         context_length=512,
-        files=files_as_they_are(folder),
     )
+    return load_model(folder, dtype="float32", platform=platform), teams_on_gpus(platform, orders)

@@ -25,7 +25,7 @@ class RankedCpuEngine:
     """Runs steps on a team of ranks. Where one of them dies it raises `RankLost`, and is of no more use."""
 
     def __init__(self, engine: CpuEngine, module: nn.Module, team: RankTeam) -> None:
-        """Take the engine of the first rank, the share that it runs, and the other ranks."""
+        """Take the engine of the first rank, the share that it runs, and the other ranks, which have met."""
         self._engine = engine
         self._team = team
         self._module = module

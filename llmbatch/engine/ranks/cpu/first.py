@@ -6,18 +6,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.threads import threads_told
-from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.cpu.collectives import HostCollectives
-from llmbatch.engine.ranks.cpu.engine import RankedCpuEngine
 from llmbatch.engine.ranks.cpu.messages import HostRank
 from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory, shared_file
-from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
+from llmbatch.engine.ranks.cpu.shares import HostShare
 from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.engine.ranks.plan import check_cores
-from llmbatch.engine.ranks.team import RankTeam, start_team
+from llmbatch.engine.ranks.team import RankTeam
+from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.system.measurements import usable_cores
 
 _RANK: Final = "llmbatch.engine.ranks.cpu.rank"
@@ -35,15 +33,16 @@ def threads_of(ranks: int) -> int:
     return max(1, threads_told() // ranks)
 
 
-def ranked_engine(engine: CpuEngine, loaded: LoadedModel, orders: RankOrders) -> RankedCpuEngine:
-    """Start the other ranks of a share, and return the engine of all. Raises JobError where one does not come up."""
-    collectives, threads = head_of(loaded.module).collectives, threads_of(orders.ranks)
+def teams_on_cores(platform: Platform, orders: RankOrders) -> RankTeams:
+    """Return what starts the other ranks of the platform's share."""
+    share, ranks = platform.share, orders.ranks
+    assert isinstance(share, HostShare), "the platform is that of `first_of_cores`"
 
-    def build() -> RankTeam:
-        with shared_file(orders.ranks) as file:
-            memory = SharedMemory(file, 0, orders.ranks)
-            others = [HostRank(orders, rank, threads, file) for rank in range(1, orders.ranks)]
-            join = partial(collectives.join, memory)
+    def start() -> RankTeam:
+        with shared_file(ranks) as file:
+            memory = SharedMemory(file, 0, ranks)
+            others = [HostRank(orders, rank, share.threads, file) for rank in range(1, ranks)]
+            join = partial(share.collectives.join, memory)
             return RankTeam(_RANK, others, files=[file], join=join, leave=memory.open)
 
-    return RankedCpuEngine(engine, loaded.module, start_team(build, orders.ranks))
+    return RankTeams(start, ranks)

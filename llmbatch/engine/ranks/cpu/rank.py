@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import numba
@@ -14,6 +15,7 @@ from llmbatch.engine.ranks.cpu.collectives import HostCollectives
 from llmbatch.engine.ranks.cpu.messages import HostRank, RankStates, RankStep
 from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory
 from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
+from llmbatch.engine.ranks.orders import EngineOrders
 from llmbatch.engine.ranks.reports import reporting
 from llmbatch.engine.ranks.team import receive
 from llmbatch.system.processes import end_with
@@ -23,21 +25,26 @@ def main() -> None:
     """Run as one rank by the orders on standard input."""
     own: HostRank = receive(sys.stdin.buffer)
     end_with(own.orders.parent)
-    with reporting():
-        _run(own)
+    with reporting() as report_loaded:
+        _run(own, report_loaded)
 
 
-def _run(own: HostRank) -> None:
+def _run(own: HostRank, report_loaded: Callable[[], None]) -> None:
     orders = own.orders
     memory = SharedMemory(own.memory, own.rank, orders.ranks)
     share = HostShare(HostCollectives(own.rank, orders.ranks), own.threads)
     share.enter()
     loaded = orders.load(replace(HOST, share=share, pack=share.pack))
+    report_loaded()
+    engine: EngineOrders | None = receive(sys.stdin.buffer)
+    if engine is None:
+        return
+    orders.check_files(loaded, engine.files)
     pages = CpuKVCache(
         loaded.attention,
-        num_pages=orders.num_pages,
-        window_pages=orders.window_pages,
-        page_size=orders.page_size,
+        num_pages=engine.num_pages,
+        window_pages=engine.window_pages,
+        page_size=engine.page_size,
         kv_type=loaded.kv_type,
     )
     numba.set_num_threads(threads_at_once())

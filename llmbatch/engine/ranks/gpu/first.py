@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -17,10 +17,11 @@ from llmbatch.engine.ranks.collectives import HeadShare
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes, RankedGpuEngine, ToldFollowers
 from llmbatch.engine.ranks.gpu.meeting import Meeting, keep_at_exit
-from llmbatch.engine.ranks.gpu.messages import DeviceRank, OtherDevices
+from llmbatch.engine.ranks.gpu.messages import DeviceEngine, DeviceRank
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
-from llmbatch.engine.ranks.orders import RankOrders
-from llmbatch.engine.ranks.team import RankTeam, start_team
+from llmbatch.engine.ranks.orders import EngineOrders, RankOrders
+from llmbatch.engine.ranks.team import RankTeam
+from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.kernels.interface import PagedAttention
 
 _RANK: Final = "llmbatch.engine.ranks.gpu.rank"
@@ -41,35 +42,42 @@ def first_of_gpus(platform: Platform, ranks: int) -> Platform:
     return replace(platform, share=share, pack=share.pack, ranks=ranks)
 
 
+def teams_on_gpus(platform: Platform, orders: RankOrders) -> RankTeams:
+    """Return what starts the other ranks of the platform's share."""
+    share, ranks = platform.share, orders.ranks
+    assert isinstance(share, DeviceShare), "the platform is that of `first_of_gpus`"
+    first = replace(platform, share=None, pack=None)
+
+    def start() -> RankTeam:
+        meeting = Meeting()
+        others = [DeviceRank(orders, first, rank, meeting.port) for rank in range(1, ranks)]
+        join = partial(share.collectives.join, meeting, platform.device)
+        return RankTeam(_RANK, others, join=join, leave=meeting.leave)
+
+    return RankTeams(start, ranks)
+
+
 def ranked_engine(
     loaded: LoadedModel,
     attention: PagedAttention,
-    orders: RankOrders,
-    devices: OtherDevices,
+    teams: RankTeams,
+    pages: Mapping[str, int],
     *,
     recorder: Callable[[], Recorder] | None,
     **given: Any,
 ) -> RankedGpuEngine:
-    """Start the other ranks of a share, and return the engine of all, which takes what is `given` too.
+    """Meet the other ranks of a share, and return the engine of all, which takes what is `given` too.
 
-    Raises JobError where a rank does not come up.
+    `pages` are those of `EngineOrders`, by their names. Raises JobError where a rank does not come up.
     """
     collectives: Any = next(part for part in loaded.module.modules() if isinstance(part, HeadShare)).collectives
     device = loaded.device
-
-    def build() -> RankTeam:
-        meeting = Meeting()
-        others = [DeviceRank(orders, devices, recorder, rank, meeting.port) for rank in range(1, orders.ranks)]
-        return RankTeam(_RANK, others, join=partial(collectives.join, meeting, device), leave=meeting.leave)
-
-    team = start_team(build, orders.ranks)
+    team = teams.meet(DeviceEngine(EngineOrders(files=loaded.files, **pages), attention.name, recorder))
     keep_at_exit()
     return RankedGpuEngine(
         loaded,
         attention,
-        num_pages=orders.num_pages,
-        window_pages=orders.window_pages,
-        page_size=orders.page_size,
+        **pages,
         recorder=None if recorder is None else AgreedTimes(recorder(), collectives, device),
         followers=ToldFollowers(team, collectives),
         team=team,

@@ -11,16 +11,8 @@ from llmbatch.choices import AttentionName
 from llmbatch.engine.gpu.attention import GpuOps
 from llmbatch.engine.gpu.graphs.recorder import Recorder
 from llmbatch.engine.model.platform import Platform
-from llmbatch.engine.ranks.orders import RankOrders
+from llmbatch.engine.ranks.orders import EngineOrders, RankOrders
 from llmbatch.perf_model.work import Rates
-
-
-@dataclass(frozen=True, slots=True)
-class OtherDevices:
-    """What all ranks on devices have in common: everything but the number of the device."""
-
-    platform: Platform  # the first one's, without its share
-    attention: AttentionName  # that the first one chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +20,26 @@ class DeviceRank:
     """What a rank on a device is started with."""
 
     orders: RankOrders
-    devices: OtherDevices
-    recorder: Callable[[], Recorder] | None  # None: nothing is recorded
+    first: Platform  # the first rank's, without its share
     rank: int
     port: int  # of the `Meeting`
 
     @property
     def platform(self) -> Platform:
         """The rank's platform, without its share."""
-        device = self.devices.platform.device
+        device = self.first.device
         if device.type == "cuda":
             device = torch.device("cuda", (device.index or 0) + self.rank)
-        return replace(self.devices.platform, device=device, pieces=GpuOps(device))
+        return replace(self.first, device=device, pieces=GpuOps(device))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEngine:
+    """What a rank on a device computes with."""
+
+    orders: EngineOrders
+    attention: AttentionName  # that the first one chose
+    recorder: Callable[[], Recorder] | None  # None: nothing is recorded
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from llmbatch.engine.gpu.step_forward import StepForward
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes
 from llmbatch.engine.ranks.gpu.meeting import Meeting
-from llmbatch.engine.ranks.gpu.messages import DeviceRank, RankRecordings, RankScores
+from llmbatch.engine.ranks.gpu.messages import DeviceEngine, DeviceRank, RankRecordings, RankScores
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
 from llmbatch.engine.ranks.reports import reporting
 from llmbatch.engine.ranks.team import receive
@@ -27,35 +28,43 @@ def main() -> None:
     own: DeviceRank = receive(sys.stdin.buffer)
     end_with(own.orders.parent)
     collectives = DeviceCollectives(own.rank, own.orders.ranks)
-    with reporting(), torch.inference_mode():
-        forward = _load(own, collectives)
+    with reporting() as report_loaded, torch.inference_mode():
+        forward = _load(own, collectives, report_loaded)
+        if forward is None:
+            return
         collectives.join(Meeting(own.port), forward.device)
         while (message := receive(sys.stdin.buffer)) is not None:
             _follow(message, forward, collectives)
 
 
-def _load(own: DeviceRank, collectives: DeviceCollectives) -> StepForward:
-    """Load a rank's share, and take the memory of its pages."""
+def _load(own: DeviceRank, collectives: DeviceCollectives, report_loaded: Callable[[], None]) -> StepForward | None:
+    """Load a rank's share, and take the memory of its pages; None where there is to be no engine."""
     share, orders = DeviceShare(collectives), own.orders
     platform = replace(own.platform, share=share, pack=share.pack)
     platform.enter()
     loaded = orders.load(platform)
+    report_loaded()
+    engine: DeviceEngine | None = receive(sys.stdin.buffer)
+    if engine is None:
+        return None
+    pages = engine.orders
+    orders.check_files(loaded, pages.files)
     attention, _ = choose_attention(
-        own.devices.attention,
+        engine.attention,
         loaded.attention.values(),
         dtype=loaded.dtype,
         kv_dtype=getattr(torch, loaded.kv_type.name),
         device=loaded.device,
-        page_size=orders.page_size,
+        page_size=pages.page_size,
     )
-    recorder = None if own.recorder is None else AgreedTimes(own.recorder(), collectives, loaded.device)
+    recorder = None if engine.recorder is None else AgreedTimes(engine.recorder(), collectives, loaded.device)
     return StepForward(
         loaded,
         attention,
         TokenBuffers(loaded.eos_token_ids, None, 0, None),
-        num_pages=orders.num_pages,
-        window_pages=orders.window_pages,
-        page_size=orders.page_size,
+        num_pages=pages.num_pages,
+        window_pages=pages.window_pages,
+        page_size=pages.page_size,
         execution=Sequential(),
         recorder=recorder,
         followers=NoFollowers(),
