@@ -24,7 +24,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmbatch.engine.ranks.cpu.shared_memory import shared_file
+from tests.support.ranks import shared_file
 
 RESULT: Final = Path(__file__).parents[2] / "docs" / "results" / "tensor-parallel.md"
 SUMMED_ROWS: Final = (1, 64, 512)

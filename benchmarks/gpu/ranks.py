@@ -7,7 +7,6 @@ GPU over their number, and what the sums behind attention and MLP take by the li
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
@@ -92,7 +91,6 @@ def _engine(stage: Stage, ranks: int) -> GpuEngine:
     else:
         orders = RankOrders(
             ranks=ranks,
-            parent=os.getpid(),
             folder=stage.folder,
             dtype="bfloat16",
             kv_cache_dtype="auto",

@@ -6,15 +6,17 @@ import copy
 import math
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.engine.model.outline import Described, shape_of
+from llmbatch.engine.ranks.processes import RankProcesses
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.inference.answers.assembler import AnswerAssembler, AnswerSink, FlushPolicy
@@ -41,7 +43,10 @@ from llmbatch.runtime.protocols import EngineObserver, Stop, Totals, WindowSourc
 from llmbatch.runtime.stream import Stream
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
+from llmbatch.system.measurements import usable_cores
 from llmbatch.system.tuning import tune_process
+
+_PREPARING: Final = "preparing {}; a GGUF file is converted once"
 
 
 class Worker(TableWorker):
@@ -75,18 +80,22 @@ class Worker(TableWorker):
         progress = progress or Silence()
         tune_process()
         compilation = Compilation.start(progress.say)
-        compile_ahead(options)
-        from llmbatch.engine.model.checkpoints import resolve_model
+        ranks = RankProcesses(options.tensor_parallel) if 1 < options.tensor_parallel <= usable_cores() else None
+        with ExitStack() as where_it_fails, saying(progress, _PREPARING.format(options.model)):
+            if ranks is not None:
+                where_it_fails.callback(ranks.end)
+            compile_ahead(options)
+            from llmbatch.engine.model.checkpoints import resolve_model
 
-        with saying(progress, f"preparing {options.model}; a GGUF file is converted once"):
             folder = resolve_model(options.model, partial(compile_kernels, options))
             engines: Engines  # first: of a model that cannot be run, the tokenizer is often no good either
             if options.engine == "simulated":
                 engines = SimulatedEngines.open(folder, options)
                 tokenizer = plain_tokenizer(folder, name=options.model) or tokenizer_of(folder, options)
             else:
-                engines = described = UnloadedEngines.open(folder, options)
+                engines = described = UnloadedEngines.open(folder, options, ranks)
                 tokenizer = described.tokenizer
+            where_it_fails.pop_all()
         return cls(options, folder, tokenizer, engines, compilation, progress, time.perf_counter() - begun)
 
     @property

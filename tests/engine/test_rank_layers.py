@@ -19,11 +19,12 @@ from llmbatch.engine.model.config import DType
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.ranks.cpu import collectives, shared_memory
 from llmbatch.engine.ranks.cpu.collectives import HostCollectives
-from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory, shared_file
+from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory
 from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from tests.support.logits import logits
 from tests.support.models import of_all_experts, tiny_model_folder
+from tests.support.ranks import shared_file
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 INTEGERS = pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.engine.ranks.cpu.collectives import HostCollectives
-from llmbatch.engine.ranks.cpu.shared_memory import BLOCK, SharedMemory, shared_file
+from llmbatch.engine.ranks.cpu.shared_memory import BLOCK, SharedMemory
 from llmbatch.engine.ranks.reports import RankLost
 from llmbatch.errors import JobError
+from tests.support.ranks import shared_file
 
 
 def on_ranks(ranks: int, compute: Callable[[HostCollectives], Any]) -> list[Any]:

@@ -24,11 +24,14 @@ from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator, ModelError, ParameterError
 from llmbatch.engine.cpu.threads import threads_told
+from llmbatch.engine.ranks import processes as rank_processes
 from llmbatch.engine.ranks import team
 from llmbatch.engine.ranks.collectives import share_of
 from llmbatch.engine.ranks.cpu import first
 from llmbatch.engine.ranks.cpu.engine import RankedCpuEngine
 from llmbatch.engine.ranks.plan import check_cores
+from llmbatch.engine.ranks.processes import RankProcesses
+from llmbatch.engine.ranks.team import RankTeam
 from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.system import processes
@@ -54,6 +57,10 @@ RankTeam.tell = tell_and_die
 answers(sys.argv[1], tensor_parallel=2)
 """
 FAMILIES = ("qwen2", "gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow))
+
+
+def do_nothing() -> None:
+    """Stand for what a rank does."""
 
 
 def answers(folder: str, **options: Any) -> pa.Table:
@@ -153,7 +160,7 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             process.kill()
         return process
 
-    monkeypatch.setattr(team, "start_fed", start_and_kill)
+    monkeypatch.setattr(rank_processes, "start_fed", start_and_kill)
     return killed
 
 
@@ -189,10 +196,12 @@ def test_the_rank_that_was_first_to_end_is_named() -> None:
     ]
     for process in started:
         process.wait()
-    ranks = object.__new__(team.RankTeam)
-    ranks._processes, ranks._lost = started, None
+    there = object.__new__(RankProcesses)
+    there.started = started
+    ranks = RankTeam(there, [do_nothing] * 2, join=do_nothing, leave=do_nothing)
     assert str(ranks.lost()) == "rank 2 of 3 ended: no room"
-    team._end(started)
+    for process in started:
+        process.communicate()
     assert str(ranks.lost()) == "rank 2 of 3 ended: no room", "it is known from then on"
 
 
@@ -212,8 +221,8 @@ def test_a_rank_that_finds_other_weights_says_so(tmp_path: Path, monkeypatch: py
     folder = tiny_model_folder(tmp_path, "qwen2")
     begin = RankTeams.begin
 
-    def begin_and_replace(teams: RankTeams) -> None:
-        begin(teams)
+    def begin_and_replace(teams: RankTeams, processes: RankProcesses) -> None:
+        begin(teams, processes)
         teams.wait()
         (tmp_path / "model.safetensors").touch()
 
@@ -229,10 +238,9 @@ def test_a_rank_that_finds_other_weights_says_so(tmp_path: Path, monkeypatch: py
 def test_ranks_end_where_the_first_one_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, begin, started = tiny_model_folder(tmp_path, "qwen2"), RankTeams.begin, list[subprocess.Popen[bytes]]()
 
-    def begin_and_spoil(teams: RankTeams) -> None:
-        begin(teams)
-        assert teams._loading is not None
-        started.extend(teams._loading._processes)
+    def begin_and_spoil(teams: RankTeams, processes: RankProcesses) -> None:
+        begin(teams, processes)
+        started.extend(processes.started)
         (tmp_path / "model.safetensors").write_bytes(b"no weights")
 
     monkeypatch.setattr(RankTeams, "begin", begin_and_spoil)
@@ -245,7 +253,7 @@ def test_ranks_that_cannot_be_started_end_the_job(tmp_path: Path, monkeypatch: p
     def refuse(*_: Any) -> None:
         raise OSError("there are too many processes")
 
-    monkeypatch.setattr(team, "start_fed", refuse)
+    monkeypatch.setattr(rank_processes, "start_fed", refuse)
     with pytest.raises(JobError) as raised:
         answers(tiny_model_folder(tmp_path, "qwen2"), tensor_parallel=2)
     assert str(raised.value) == "the ranks of tensor_parallel=2 must all start, and there are too many processes"

@@ -4,4 +4,4 @@ Must not import `engine.devices`, or what is above the engine.
 Start reading at `plan`.
 """
 
-__all__ = ["cpu", "gpu", "orders", "plan", "platforms", "reports", "teams"]
+__all__ = ["cpu", "gpu", "messages", "orders", "plan", "platforms", "processes", "rank", "reports", "teams"]

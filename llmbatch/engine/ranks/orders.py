@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from llmbatch.choices import DType, KVDType, LoadFormat
@@ -18,7 +17,6 @@ class RankOrders:
     """A model, of which every rank loads its share."""
 
     ranks: int
-    parent: int  # the process of the first rank
     folder: str
     dtype: DType
     kv_cache_dtype: KVDType
@@ -32,7 +30,6 @@ class RankOrders:
         dtype = model.layer_type or str(model.dtype).removeprefix("torch.")
         return cls(
             ranks=config.tensor_parallel,
-            parent=os.getpid(),
             folder=model.folder,
             dtype=dtype,  # type: ignore[arg-type]  # torch has names for more types
             kv_cache_dtype=config.kv_cache_dtype,

@@ -11,14 +11,15 @@ import select
 import subprocess
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import IO, Any, Final
+from typing import Final
 
+from llmbatch.engine.ranks.messages import send
+from llmbatch.engine.ranks.processes import RankProcesses, standard_input, standard_output
 from llmbatch.engine.ranks.reports import LOADED, LOST, RankLost
-from llmbatch.system.processes import is_stopped, start_fed
+from llmbatch.system.processes import is_stopped
 
 _GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
 _STOPPED_S: Final = 10.0  # that a process may be stopped (SIGSTOP)
@@ -28,37 +29,32 @@ _log = logging.getLogger("llmbatch")
 
 
 class RankTeam:
-    """Starts the other ranks, which load their shares, tells them what to compute, and ends them."""
+    """Has the other ranks load their shares, tells them what to compute, and ends them."""
 
     def __init__(
         self,
-        module: str,
-        orders: Sequence[object],
+        processes: RankProcesses,
+        work: Sequence[Callable[[], None]],
         *,
-        files: Sequence[int] = (),
         join: Callable[[], None],
         leave: Callable[[], None],
     ) -> None:
-        """Start a process for each of these orders, by the `main` of a module, with these open files.
+        """Give each of these processes its work.
 
         `join` waits till all are ready to compute, and is told by `leave`, from another thread, that one has ended.
-        Raises RankLost where a process cannot be started.
         """
         self._join = join
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._loading: list[subprocess.Popen[bytes]] = []  # that are not known to have loaded
+        self._ranks = processes
+        self._processes = processes.started
+        self._loading = list(self._processes)  # that are not known to have loaded
         self._lost: RankLost | None = None
-        self._end = weakref.finalize(self, _end, self._processes)
-        with self._complete():
-            for rank, given in enumerate(orders, 1):
-                process = start_fed(module, files)
-                self._processes.append(process)
-                self._loading.append(process)
-                with suppress(OSError):  # a user may have so many of them
-                    fcntl.fcntl(_input(process), fcntl.F_SETPIPE_SZ, _PIPE)
-                with suppress(OSError):  # it has ended, which `meet` finds
-                    send(_input(process), given)
-                Thread(target=_watch, args=(process, rank, leave), name=f"rank {rank}", daemon=True).start()
+        for rank, (process, given) in enumerate(zip(self._processes, work, strict=True), 1):
+            stream = standard_input(process)
+            with suppress(OSError):  # a user may have so many of them
+                fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, _PIPE)
+            with suppress(OSError):  # it has ended, which `meet` finds
+                send(stream, given)
+            Thread(target=_watch, args=(process, rank, leave), name=f"rank {rank}", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
@@ -68,21 +64,28 @@ class RankTeam:
     def wait(self) -> None:
         """Wait till each rank has loaded its share, or has ended."""
         while self._loading:
-            _output(self._loading[0]).read(len(LOADED))
+            standard_output(self._loading[0]).read(len(LOADED))
             del self._loading[0]
 
     def meet(self, message: object) -> None:
         """Tell the ranks what they compute on, and wait till all are ready. Raises RankLost where one has ended."""
-        with self._complete():
+        try:
             self.tell(message)
             self._join()
+        except RankLost as error:
+            lost = self.lost() or error
+            self.end()
+            raise lost from error
+        except BaseException:  # the job is to end
+            self.end()
+            raise
 
     def tell(self, message: object) -> None:
         """Give a message to all other ranks. Raises RankLost."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
             for process in self._processes:
-                stream = _input(process)
+                stream = standard_input(process)
                 stream.write(data)
                 stream.flush()
         except OSError as error:
@@ -123,34 +126,7 @@ class RankTeam:
 
     def end(self) -> None:
         """End the other ranks."""
-        self._end()
-
-    @contextmanager
-    def _complete(self) -> Iterator[None]:
-        """Keep all ranks, or none; raises RankLost, and says which, where one has ended."""
-        try:
-            yield
-        except (RankLost, OSError) as error:
-            lost = self.lost() or RankLost(str(error))
-            self.end()
-            raise lost from error
-        except BaseException:  # the job is to end
-            self.end()
-            raise
-
-
-def send(stream: IO[bytes], message: object) -> None:
-    """Write a message."""
-    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> Any:
-    """Read the next message; None at the end."""
-    try:
-        return pickle.load(stream)
-    except EOFError:
-        return None
+        self._ranks.end()
 
 
 def _watch(process: subprocess.Popen[bytes], rank: int, leave: Callable[[], None]) -> None:
@@ -172,25 +148,5 @@ def _watch(process: subprocess.Popen[bytes], rank: int, leave: Callable[[], None
 
 def _reason(process: subprocess.Popen[bytes]) -> str:
     """Read what a process that has ended says of it; nothing if it said nothing."""
-    said = _output(process).read().decode(errors="replace").removeprefix(LOADED)
+    said = standard_output(process).read().decode(errors="replace").removeprefix(LOADED)
     return said and f": {said}"
-
-
-def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert process.stdin is not None, "ranks are told what to do there"
-    return process.stdin
-
-
-def _output(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert process.stdout is not None, "ranks say there that they have loaded, and why they end"
-    return process.stdout
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-        for stream in (_input(process), process.stdout):
-            with suppress(OSError):  # what a rank that died did not read
-                stream and stream.close()

@@ -22,6 +22,7 @@ from llmbatch.engine.model.outline import (
     simulated_pool,
     streamed_running,
 )
+from llmbatch.engine.ranks.processes import RankProcesses
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import ModelError
 from llmbatch.inference.loading.grammar_vocabulary import grammar_vocabulary
@@ -156,6 +157,7 @@ class UnloadedEngines(Engines):
         config: ModelConfig,
         pool: Pool,
         weights_memory: int | None,
+        ranks: RankProcesses | None,
     ) -> None:
         running = platform.max_running
         if platform.attends_on_host or (weights_memory is not None and platform.is_host):
@@ -166,12 +168,16 @@ class UnloadedEngines(Engines):
         self.tokenizer = tokenizer
         self._options = options
         self._platform, self._config = platform, config
+        self._ranks = ranks
         if weights_memory is not None:
             self.notes = self._foreseen.notes
 
     @classmethod
-    def open(cls, folder: str, options: Options) -> UnloadedEngines:
-        """Find the device, read what is to be known of the model in a folder, and load its tokenizer."""
+    def open(cls, folder: str, options: Options, ranks: RankProcesses | None = None) -> UnloadedEngines:
+        """Find the device, read what is to be known of the model in a folder, and load its tokenizer.
+
+        `ranks` are those that are to share the model with this process, if they were started already.
+        """
         from llmbatch.engine.devices import check_kernels, find_platform
         from llmbatch.engine.memory import memory_of_weights, size_pool
 
@@ -184,7 +190,7 @@ class UnloadedEngines(Engines):
             check_heads(folder, config.config, options.tensor_parallel)
         weights_memory = memory_of_weights(platform, config, options)
         pool = size_pool(platform, config, options, weights=weights_memory)
-        return cls(options, tokenizer_of(folder, options), platform, config, pool, weights_memory)
+        return cls(options, tokenizer_of(folder, options), platform, config, pool, weights_memory, ranks)
 
     @property
     def cost(self) -> CostModel:
@@ -202,12 +208,13 @@ class UnloadedEngines(Engines):
         """Load the weights, on all ranks at once, and calibrate the device. Raises JobError where memory runs out."""
         from llmbatch.engine.preparation import prepare
 
-        options, platform, teams = self._options, self._platform, self._other_ranks()
+        options, platform, teams = self._options, self._platform, None
         platform.enter()
         with ExitStack() as where_it_fails:
-            if teams is not None:
-                where_it_fails.callback(teams.end)
-                teams.begin()
+            if platform.ranks > 1:
+                ranks = self._ranks or RankProcesses(platform.ranks)
+                where_it_fails.callback(ranks.end)
+                teams = self._share_with(ranks)
             with saying(progress, f"loading the weights of {options.model}"):
                 weights = self._load_weights()
                 if teams is not None:
@@ -230,13 +237,14 @@ class UnloadedEngines(Engines):
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(error, f"the weights of {self._options.model}") from error
 
-    def _other_ranks(self) -> RankTeams | None:
-        if self._platform.ranks == 1:
-            return None
+    def _share_with(self, ranks: RankProcesses) -> RankTeams:
+        """Have the other ranks load their shares."""
         from llmbatch.engine.ranks.orders import RankOrders
         from llmbatch.engine.ranks.platforms import other_ranks
 
-        return other_ranks(self._platform, RankOrders.of(self._config, self._options))
+        teams = other_ranks(self._platform, RankOrders.of(self._config, self._options))
+        teams.begin(ranks)
+        return teams
 
 
 class ModelEngines(LoadedEngines):

@@ -283,7 +283,6 @@ def two_ranks(folder: str) -> tuple[LoadedModel, RankTeams]:
     platform = first_of_gpus(ALONE, 2)
     orders = RankOrders(
         ranks=2,
-        parent=os.getpid(),
         folder=folder,
         dtype="float32",
         kv_cache_dtype="auto",

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 from llmbatch.engine.cpu.threads import threads_told
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.cpu.collectives import HostCollectives
 from llmbatch.engine.ranks.cpu.messages import HostRank
-from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory, shared_file
+from llmbatch.engine.ranks.cpu.rank import run
+from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory, make_room
 from llmbatch.engine.ranks.cpu.shares import HostShare
 from llmbatch.engine.ranks.orders import RankOrders
 from llmbatch.engine.ranks.plan import check_cores
+from llmbatch.engine.ranks.processes import RankProcesses
 from llmbatch.engine.ranks.team import RankTeam
 from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.system.measurements import usable_cores
-
-_RANK: Final = "llmbatch.engine.ranks.cpu.rank"
 
 
 def first_of_cores(platform: Platform, ranks: int) -> Platform:
@@ -38,11 +37,11 @@ def teams_on_cores(platform: Platform, orders: RankOrders) -> RankTeams:
     share, ranks = platform.share, orders.ranks
     assert isinstance(share, HostShare), "the platform is that of `first_of_cores`"
 
-    def start() -> RankTeam:
-        with shared_file(ranks) as file:
-            memory = SharedMemory(file, 0, ranks)
-            others = [HostRank(orders, rank, share.threads, file) for rank in range(1, ranks)]
-            join = partial(share.collectives.join, memory)
-            return RankTeam(_RANK, others, files=[file], join=join, leave=memory.open)
+    def start(processes: RankProcesses) -> RankTeam:
+        make_room(processes.file, ranks)
+        memory = SharedMemory(processes.file, 0, ranks)
+        others = [HostRank(orders, rank, share.threads, processes.file) for rank in range(1, ranks)]
+        join = partial(share.collectives.join, memory)
+        return RankTeam(processes, [partial(run, other) for other in others], join=join, leave=memory.open)
 
     return RankTeams(start, ranks)

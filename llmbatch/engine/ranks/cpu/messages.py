@@ -20,7 +20,7 @@ class HostRank:
     orders: RankOrders
     rank: int
     threads: int
-    memory: int  # the open file of `shared_memory` in which ranks meet
+    memory: int  # the open file in which ranks meet (`shared_memory`)
 
 
 @dataclass(frozen=True, slots=True)

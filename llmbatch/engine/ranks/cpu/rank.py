@@ -1,4 +1,4 @@
-"""The process of a rank on cores other than the first: computes its share of each step till there are no more."""
+"""What a rank on cores other than the first does: it computes its share of each step till there are no more."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from llmbatch.engine.ranks.cpu.collectives import HostCollectives
 from llmbatch.engine.ranks.cpu.messages import HostRank, RankStates, RankStep
 from llmbatch.engine.ranks.cpu.shared_memory import SharedMemory
 from llmbatch.engine.ranks.cpu.shares import HostShare, head_of
+from llmbatch.engine.ranks.messages import receive
 from llmbatch.engine.ranks.orders import EngineOrders
 from llmbatch.engine.ranks.reports import reporting
-from llmbatch.engine.ranks.team import receive
-from llmbatch.system.processes import end_with
 
 
-def main() -> None:
-    """Run as one rank by the orders on standard input."""
-    own: HostRank = receive(sys.stdin.buffer)
-    end_with(own.orders.parent)
+def run(own: HostRank) -> None:
+    """Be one rank, by what is on standard input, to the end of the process."""
     with reporting() as report_loaded:
         _run(own, report_loaded)
 

@@ -13,9 +13,6 @@ something, and raise `RankLost` behind it.
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import numpy as np
@@ -27,38 +24,26 @@ from llmbatch.errors import JobError
 from llmbatch.kernels.cpu.decoder_inputs import Ranks
 from llmbatch.kernels.cpu.workers import Team, arrivals, arrive, have_arrived, is_open, open_barrier, wait_for_all
 
-_SHARED: Final = "/dev/shm"  # files there are in memory alone
 BLOCK: Final = 2**18  # elements: what 256 rows of a small model are
 
 
-@contextmanager
-def shared_file(ranks: int) -> Iterator[int]:
-    """Open the file that so many ranks have in memory. It has no name, so nothing of it is left when they end.
-
-    Raises JobError where there is no room for it.
-    """
+def make_room(file: int, ranks: int) -> None:
+    """Make room for so many ranks in an open file in memory. Raises JobError where there is none."""
     size = 2 * arrivals().nbytes + 2 * ranks * BLOCK * 4
-    with ExitStack() as stack:
-        try:
-            if hasattr(os, "memfd_create"):
-                file = os.memfd_create("llmbatch-ranks")
-                stack.callback(os.close, file)
-            else:  # a Python that was built for older systems
-                file = stack.enter_context(tempfile.TemporaryFile(dir=_SHARED)).fileno()
-            os.posix_fallocate(file, 0, size)
-        except OSError as error:
-            raise JobError(
-                f"the {size:,} bytes in which tensor_parallel={ranks} ranks meet must fit in memory, got "
-                f"{error.strerror!r}: take fewer ranks (--tensor-parallel)"
-            ) from error
-        yield file
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        raise JobError(
+            f"the {size:,} bytes in which tensor_parallel={ranks} ranks meet must fit in memory, got "
+            f"{error.strerror!r}: take fewer ranks (--tensor-parallel)"
+        ) from error
 
 
 class SharedMemory:
     """The memory as one of the ranks has it."""
 
     def __init__(self, file: int, rank: int, ranks: int) -> None:
-        """Map the open file of `shared_file`."""
+        """Map the open file in which `make_room` has made room."""
         with open(file, "r+b", closefd=False) as opened:
             whole = np.asarray(np.memmap(opened, np.uint8, mode="r+"))
         first, second, blocks = np.split(whole, [arrivals().nbytes, 2 * arrivals().nbytes])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -18,13 +18,13 @@ from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes, RankedGpuEngine, ToldFollowers
 from llmbatch.engine.ranks.gpu.meeting import Meeting, keep_at_exit
 from llmbatch.engine.ranks.gpu.messages import DeviceEngine, DeviceRank
+from llmbatch.engine.ranks.gpu.rank import run
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
 from llmbatch.engine.ranks.orders import EngineOrders, RankOrders
+from llmbatch.engine.ranks.processes import RankProcesses
 from llmbatch.engine.ranks.team import RankTeam
 from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.kernels.interface import PagedAttention
-
-_RANK: Final = "llmbatch.engine.ranks.gpu.rank"
 
 
 def first_of_gpus(platform: Platform, ranks: int) -> Platform:
@@ -48,11 +48,11 @@ def teams_on_gpus(platform: Platform, orders: RankOrders) -> RankTeams:
     assert isinstance(share, DeviceShare), "the platform is that of `first_of_gpus`"
     first = replace(platform, share=None, pack=None)
 
-    def start() -> RankTeam:
+    def start(processes: RankProcesses) -> RankTeam:
         meeting = Meeting()
         others = [DeviceRank(orders, first, rank, meeting.port) for rank in range(1, ranks)]
         join = partial(share.collectives.join, meeting, platform.device)
-        return RankTeam(_RANK, others, join=join, leave=meeting.leave)
+        return RankTeam(processes, [partial(run, other) for other in others], join=join, leave=meeting.leave)
 
     return RankTeams(start, ranks)
 

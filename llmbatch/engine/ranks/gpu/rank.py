@@ -1,4 +1,4 @@
-"""The process of a rank on a device other than the first: runs its share of what the first one runs."""
+"""What a rank on a device other than the first does: it runs its share of what the first one runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from llmbatch.engine.ranks.gpu.engine import AgreedTimes
 from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.ranks.gpu.messages import DeviceEngine, DeviceRank, RankRecordings, RankScores
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
+from llmbatch.engine.ranks.messages import receive
 from llmbatch.engine.ranks.reports import reporting
-from llmbatch.engine.ranks.team import receive
-from llmbatch.system.processes import end_with
 
 
-def main() -> None:
-    """Run as one rank by the orders on standard input."""
-    own: DeviceRank = receive(sys.stdin.buffer)
-    end_with(own.orders.parent)
+def run(own: DeviceRank) -> None:
+    """Be one rank, by what is on standard input, to the end of the process."""
     collectives = DeviceCollectives(own.rank, own.orders.ranks)
     with reporting() as report_loaded, torch.inference_mode():
         forward = _load(own, collectives, report_loaded)
