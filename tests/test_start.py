@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import llmbatch
 import llmbatch.compilation.decorators
 import llmbatch.inference.answers.assembler
 from llmbatch.compilation.decorators import as_python, code_folder, compiled
@@ -32,12 +34,14 @@ from llmbatch.inference.answers.assembler import AnswerAssembler, FlushPolicy
 from llmbatch.inference.progress import Silence
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.kernels.cpu import attention, blocks, decoder, fused, products
+from llmbatch.preprocess.tokenization import loading
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.measurements import remembered
 from llmbatch.system.processes import start_beside
 from tests.support.compiled import specialisations
-from tests.support.models import tiny_model_folder
+from tests.support.models import chat_model_folder, tiny_model_folder
 
 
 @by_reference
@@ -361,3 +365,36 @@ def test_another_family_compiles_nothing(tmp_path: Path) -> None:
     for family in ("gemma3", "qwen3"):
         _run_step(load_model(tiny_model_folder(tmp_path / family, family), dtype="float32", platform=HOST))
     assert [len(kernel.signatures) for kernel in kernels] == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "row"),
+    [
+        ({"prompt": "text", "chat": True}, {"text": "a"}),
+        ({"messages": "said"}, {"said": [{"role": "user", "content": "a"}]}),
+        (
+            {},
+            {
+                "custom_id": "1",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"messages": [{"role": "user", "content": "a"}]},
+            },
+        ),
+    ],
+    ids=["chat", "messages", "batch"],
+)
+def test_what_chats_need_is_loaded_in_the_thread_that_an_interrupt_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], row: dict[str, Any]
+) -> None:
+    loaded, threads = loading.load_tokenizer, []
+
+    def load(*given: Any, **rest: Any) -> Tokenizer:
+        threads.append(threading.current_thread())
+        return loaded(*given, **rest)
+
+    monkeypatch.setattr(loading, "load_tokenizer", load)
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    model = chat_model_folder(tmp_path / "model")
+    llmbatch.run(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), model=model, engine="simulated", **asked)
+    assert threads == [threading.main_thread()]

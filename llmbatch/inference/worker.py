@@ -133,7 +133,13 @@ class Worker(TableWorker):
         return engines
 
     def make_ready(self) -> None:
-        """Load the weights and make the engine, unless its memory is split by the first window."""
+        """Load the weights and make the engine, unless its memory is split by the first window; load what chats need.
+
+        All in this thread, where an interrupt ends it: a thread that imports libraries would have to be waited for.
+        """
+        begun = time.perf_counter()
+        self.options.source.make_ready(self.tokenizer)
+        self.load_seconds += time.perf_counter() - begun
         engines = self.load()
         if not engines.pool.windows.tokens:
             engines.engine()

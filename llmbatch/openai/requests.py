@@ -20,6 +20,7 @@ from llmbatch.openai.fields import FIELDS, Asked, read_body
 from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, text_values, without_nulls
 from llmbatch.preprocess.prompt_tokens import MixedPrompts
 from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 TEXTS: Final = ("custom_id", "method", "url")
 BODY: Final = "body"
@@ -37,6 +38,10 @@ class BatchLines:
     def columns(self) -> tuple[str, ...]:
         """Return the input columns that prompts are made from."""
         return COLUMNS
+
+    def make_ready(self, tokenizer: Tokenizer) -> None:
+        """Load what chats need of a tokenizer: most lines are some."""
+        tokenizer.load_chats()
 
     def check(self, schema: pa.Schema) -> None:
         """Raise DataError where a table holds no such lines."""

@@ -148,6 +148,13 @@ class PromptSource:
                 f"the prompt column must be text or lists of token ids, but {self.prompt!r} is {kind}{way_out}"
             )
 
+    def make_ready(self, tokenizer: Tokenizer) -> None:
+        """Load what `render` needs of a tokenizer."""
+        if self.renders_chat:
+            tokenizer.load_chats()
+        elif self.template is not None:
+            _ = tokenizer.controls  # where a chat template decides which they are, that is loaded
+
     def takes_ids(self, schema: pa.Schema) -> bool:
         """Tell whether the prompts of a table are token ids."""
         return self.prompt is not None and holds_ids(schema.field(self.prompt).type)

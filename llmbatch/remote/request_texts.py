@@ -47,6 +47,9 @@ class RequestTexts:
         """Say that tools are told of: the endpoint knows."""
         return True
 
+    def load_chats(self) -> None:
+        """Load nothing: the endpoint renders chats."""
+
     @property
     def controls(self) -> Controls:
         """No control tokens: a text is the endpoint's to guard."""

@@ -47,6 +47,10 @@ class PlainTokenizer(FastTokenizer):
         """Whether the folder has one."""
         return self._has_chat_template
 
+    def load_chats(self) -> None:
+        """Load the tokenizer of transformers, which takes seconds."""
+        _ = self._tokenizer
+
 
 def plain_tokenizer(folder: str, *, name: str) -> PlainTokenizer | None:
     """Load a tokenizer whose config adds nothing to `tokenizer.json`; returns None for any other folder."""

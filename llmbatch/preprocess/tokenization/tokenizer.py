@@ -63,6 +63,10 @@ class Tokenizer(Protocol):
         """The model's control tokens: the special ones, and others that its chat template puts around messages."""
         ...
 
+    def load_chats(self) -> None:
+        """Load what chats need, where that has not been done."""
+        ...
+
     def encode(
         self,
         texts: Sequence[str],
@@ -119,6 +123,9 @@ class SlowTokenizer:
         if template is None:
             template = "tool_use" if "tool_use" in named else "default"
         return re.search(r"\btools\b", named.get(template, template)) is not None
+
+    def load_chats(self) -> None:
+        """Load nothing: all is there."""
 
     @cached_property
     def controls(self) -> Controls:
