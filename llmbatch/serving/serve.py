@@ -53,6 +53,7 @@ def serve(
     keys, built = read_keys(serving.api_key_file), Options.of_batch(**rest)
     with _listening(serving) as listener, contextlib.closing(StateFolder.open(_state(serving, built))) as state:
         worker = Worker.open(built, progress)
+        built.source.make_ready(worker.tokenizer)
         worker.load()
         _check_seconds(serving, worker)
         for note in (*worker.notes, *_late_prompts(serving, worker)):

@@ -26,6 +26,9 @@ from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.worker import Worker
+from llmbatch.preprocess.tokenization import loading
+from llmbatch.preprocess.tokenization.loading import load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.serving.options import ServingOptions, split_options
 from llmbatch.serving.serve import _late_prompts
@@ -206,6 +209,22 @@ def test_a_simulated_engine_says_how_many_tokens_an_answer_has(chatting: str, tm
         *pieces, last = client.completions.create(model=chatting, prompt="a", stream=True)
         assert "".join(piece.choices[0].text for piece in pieces) == "9 simulated tokens"
         assert last.choices[0].finish_reason == "length"
+
+
+def test_what_chats_need_is_loaded_before_an_endpoint_listens(
+    chatting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load(folder: str, *, name: str) -> Tokenizer:
+        loaded.append(name)
+        return load_tokenizer(folder, name=name)
+
+    monkeypatch.setattr(loading, "load_tokenizer", load)
+    with serving(model=chatting, engine="simulated", state_dir=tmp_path) as client:
+        assert loaded == [chatting]
+        ask(client, line("a", CHAT))
+    assert loaded == [chatting]
 
 
 def test_help_has_no_option_that_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
