@@ -26,7 +26,7 @@ ChangedRows = Literal["refuse", "answer"]
 PlanName = Literal["given", "auto"]  # of devices
 Law = Literal["paper", "bytes"]  # how the floor of a step is charged
 OutputFormat = Literal["auto", "openai", "columns"]  # a batch's output lines, or rows with new columns
-Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]  # of Parquet
+Compression = Literal["auto", "zstd", "snappy", "gzip", "lz4", "none"]  # of Parquet
 
 MOST_CARDS = 1024  # that share a model in a simulation, or of a kind that are offered
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypedDict
 from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
 from llmbatch.choices import (
     CHANGED_ROWS,
+    COMPRESSIONS,
     OUTPUT_FORMATS,
     PLANS,
     ChangedRows,
@@ -34,7 +35,7 @@ class JobOptions:
     max_error_rate: float | None = None
     window_rows: int | None = None
     output_format: OutputFormat = "auto"
-    compression: Compression = "zstd"
+    compression: Compression = "auto"
     plan: PlanName = "given"
 
     def __post_init__(self) -> None:
@@ -51,6 +52,7 @@ class JobOptions:
             set_(self, "window_rows", whole("window_rows", self.window_rows, 1))
         one_of("changed_rows", self.changed_rows, CHANGED_ROWS)
         one_of("output_format", self.output_format, OUTPUT_FORMATS)
+        one_of("compression", self.compression, COMPRESSIONS)
         one_of("plan", self.plan, PLANS)
 
     @property
@@ -114,7 +116,7 @@ class JobArgs(TypedDict, total=False):
             "openai for an OpenAI batch that is written as JSONL",
         ),
     ]
-    compression: Annotated[Compression, Keyword("the compression of Parquet output", JobOptions.compression)]
+    compression: Annotated[Compression, Keyword("the compression of Parquet output", JobOptions.compression, "zstd")]
     plan: Annotated[
         PlanName,
         Keyword(

@@ -143,6 +143,7 @@ def test_whatever_a_keyword_of_run_is_it_is_refused_before_anything_is_looked_fo
         ({"preserve_order": "no"}, "preserve_order must be true or false, got 'no'"),
         ({"id_column": 3}, "id_column must be text, got 3"),
         ({"storage_options": "anon"}, "storage_options must be a mapping with texts as its keys, got 'anon'"),
+        ({"compression": "brotli"}, "compression must be one of auto, zstd, snappy, gzip, lz4, none, got 'brotli'"),
         ({"output": "a\0b"}, "output must hold no NUL, which no path can, got 'a\\x00b'"),
         ({"output": "\ud800"}, "output must hold no half characters, which no path can, got '\\ud800'"),
         ({"output": 7}, "output must be text or a Path, got 7"),

@@ -59,13 +59,23 @@ def test_a_finished_output_says_that_it_keeps_its_compression(job: Job, capfd: p
     assert contents(job.folder) == before
 
 
-def test_a_compression_of_parquet_is_refused_for_jsonl(job: Job) -> None:
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_a_compression_of_parquet_is_refused_for_jsonl(job: Job, compression: str) -> None:
     with pytest.raises(ParameterError) as raised:
-        job.to("out.jsonl.gz").run(compression="gzip")
+        job.to("out.jsonl").run(compression=compression)
     assert str(raised.value) == (
-        "compression must be left out where the output is JSONL, got 'gzip': the output's name says it (.jsonl.gz, "
-        ".jsonl.zst)"
+        f"compression must be left out where the output is JSONL, got {compression!r}: the output's name says it "
+        "(.jsonl.gz, .jsonl.zst)"
     )
+
+
+def test_a_finished_output_of_another_compression_is_not_told_of_where_none_is_asked_for(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finish(job.having(compression="snappy"))
+    capfd.readouterr()
+    assert main(job.command()) == 0
+    assert "compression" not in capfd.readouterr().err
 
 
 def test_a_finished_output_that_was_moved_is_told_of_by_its_new_path(

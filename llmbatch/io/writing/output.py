@@ -82,19 +82,19 @@ class Output:
         *,
         inputs: Sequence[str],
         storage_options: Mapping[str, Any] | None = None,
-        compression: str = _USUAL,
+        compression: str = "auto",
         forms: Mapping[str, LineForm] | None = None,
         form: str | None = None,
     ) -> Output:
         """Check everything that the place alone can tell, and create nothing.
 
-        `inputs` are the paths and URLs read. `compression` is that of Parquet. One file may have one of `forms`, and is
-        to have this `form`: the manifest names it, and what its lines are made of. Raises `DataError` if the output is
-        or touches an input, or if its place cannot be reached or written.
+        `inputs` are the paths and URLs read. `compression` is one of `COMPRESSIONS`. One file may have one of `forms`,
+        and is to have this `form`: the manifest names it, and what its lines are made of. Raises `DataError` if the
+        output is or touches an input, or if its place cannot be reached or written.
         """
-        parquet = Parquet(compression)
+        parquet = Parquet(_USUAL if compression == "auto" else compression)
         destination = Destination.parse(url, storage_options)
-        if destination.suffix in CODECS and compression != _USUAL:
+        if destination.suffix in CODECS and compression != "auto":
             raise ParameterError(
                 f"compression must be left out where the output is JSONL, got {compression!r}: the output's name says "
                 "it (.jsonl.gz, .jsonl.zst)",
