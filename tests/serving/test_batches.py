@@ -202,8 +202,14 @@ def added(files: FileStore, batches: BatchStore, tmp_path: Path, lines: bytes = 
     return name
 
 
+def left_of(folder: Path, name: str) -> list[str]:
+    """The names in the folder of a batch."""
+    return sorted(path.name for path in (folder / "batches" / name).iterdir())
+
+
 def test_a_batch_that_cannot_be_read_fails_without_a_word_of_the_servers_folders(tmp_path: Path) -> None:
     def run(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
+        output.with_name("output.jsonl._llmbatch").mkdir()
         raise DataError(f"line 1 of {source} cannot be held by a table")
 
     files, batches = store(tmp_path, run)
@@ -214,6 +220,20 @@ def test_a_batch_that_cannot_be_read_fails_without_a_word_of_the_servers_folders
     batches.close(0.0)
     [fault] = batches.get(name)["errors"]["data"]
     assert (fault["code"], fault["message"]) == ("invalid_input", "line 1 of input.jsonl cannot be held by a table")
+    assert left_of(tmp_path, name) == ["batch.json"]
+
+
+@pytest.mark.parametrize("status", ["completed", "failed", "cancelled"])
+def test_what_a_kill_left_of_a_batch_that_had_ended_is_removed(tmp_path: Path, status: str) -> None:
+    files, batches = store(tmp_path, Jobs())
+    name = added(files, batches, tmp_path)
+    write_record(tmp_path / "batches" / name / "batch.json", {**batches.get(name), "status": status})
+    assert left_of(tmp_path, name) == ["batch.json", "input.jsonl"]
+    _, again = store(tmp_path, Jobs())
+    again.start()
+    again.close(0.0)
+    assert left_of(tmp_path, name) == ["batch.json"]
+    assert again.get(name)["status"] == status
 
 
 def test_lines_that_fail_are_counted_apart_while_a_batch_runs(worker: Worker, tmp_path: Path) -> None:
@@ -302,7 +322,7 @@ def test_a_batch_can_be_cancelled_before_and_while_it_runs(tmp_path: Path) -> No
     assert jobs.inputs == [LINES, LINES]
     assert batches.get(third)["status"] == "in_progress"
     assert batches.cancel(first)["status"] == "cancelled"
-    assert [path.name for path in (tmp_path / "batches" / first).iterdir()] == ["batch.json"]
+    assert left_of(tmp_path, first) == ["batch.json"]
 
 
 def test_a_batch_that_is_cancelled_keeps_its_counts(tmp_path: Path) -> None:

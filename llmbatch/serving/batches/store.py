@@ -86,7 +86,9 @@ class BatchStore:
         for name, record in self._records.items():
             if record["status"] == "cancelling":
                 self._cancel(name)
-            elif record["status"] not in _ENDED:
+            elif record["status"] in _ENDED:  # a kill may have come before it was cleared
+                self._clear(self._folder / name)
+            else:
                 self._queue.put(name)
         self._thread.start()
 
@@ -248,15 +250,17 @@ class BatchStore:
         errors = {"object": "list", "data": faults}
         with self._lock:
             self._records[name] = {**_moved(self._now(name), "failed"), "errors": errors}
-            with contextlib.suppress(OSError):  # of a full disk, on which it goes on when the server starts again
+            try:
                 self._write(name, self._records[name])
+            except OSError:  # of a full disk, on which it goes on when the server starts again
+                return
+        self._clear(self._folder / name)
 
     def _clear(self, place: Path) -> None:
         """Remove all of an ended batch but its record."""
-        for path in place.iterdir():
-            if path.name != _RECORD:
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):
+            for path in [path for path in place.iterdir() if path.name != _RECORD]:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
     def _write(self, name: str, record: Record) -> None:
         write_record(self._folder / name / _RECORD, record)
