@@ -8,6 +8,7 @@ Writes docs/results/rollouts.md: what is run is said there.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import comb
 from typing import Literal, NamedTuple
@@ -37,8 +38,8 @@ Written by `python benchmarks/clock/rollouts.py`. BatchGen (6.3) runs rollouts o
 rows a device, experts over all devices. When at most 8 rows are left, of more than 40,000 tokens each, it splits them
 over idle devices and decodes in 8 bits, and rollouts take 5 to 10 % less. It says that these rows take 30 to 80 % of
 the time, and does not give their lengths. **Lengths are assumed here**: log-normal (median, sigma, cut at 131,072
-tokens), dealt to devices in turn as they are drawn, with prompts of 1,024. So the last 8 rows are those of more than
-35,000 to 53,000 tokens, by the draw. Nothing here ran on a GPU.
+tokens), dealt to devices in turn as they are drawn, with prompts of 1,024. So the last 8 rows are those of
+{longest}, by the draw. Nothing here ran on a GPU.
 
 **The clock.** All devices take a step together, part after part. What every token passes (15 GB of weights of 1 byte,
 and the head) is on each device, and takes the longer of its reading and of its products for the rows there. A device
@@ -74,13 +75,15 @@ they are shorter with the rest; of *best*, from how many rows on:
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 FOUND = """
-The paper's 5 to 10 % are less than what the clock allows. Three quarters of a step of 8 rows are experts, each of which
-takes a tile for one or two rows: splitting them over all devices gains most, and splitting attention alone 12 to 17 %.
-With 25 ms more a step that nothing shortens, the latter gains 6 to 8 %. Moving rows gains 1 % at most. Heads share
-latent KV, so splitting by heads makes each device read all of it. And 8 rows are not where splitting begins to pay: 64
-are, as decision [0090](../decisions/0090-even-ends.md) has it, by which predicted seconds decide and not a number of
-rows. The tile is taken, not measured: of 16 rows, experts take 5 of 12 ms, and what attention takes counts for more.
-Memory was not looked at: on the 8 devices of a node the weights leave 63 GB, or 900,000 tokens of KV.
+By these draws rollouts are shorter by {spread} with *16 spread*, by {bits} with *8 bits*,
+by {attention} with *attention*, and by {moved} with *moved*. The paper says 5 to 10 %. *slower* is {slower}.
+Splitting gains most from {rows} rows on. By decision [0090](../decisions/0090-even-ends.md) predicted seconds decide
+that, and not a number of rows.
+
+Experts are {experts} of a step of 8 rows: each takes a tile for one or two rows. With tiles of 16 rows in place of
+{tile} they would be {of_16}, and what attention takes would count for more; the tile is taken, not measured. Heads
+share latent KV, so splitting by heads makes each device read all of it. Memory was not looked at: on the 8 devices of
+a node the weights leave 63 GB, or 900,000 tokens of KV.
 
 llmbatch does not do this. Its engines join whole copies of a model, and its ranks split KV by heads.
 """
@@ -106,6 +109,7 @@ class Layout:
     sums: int = 0  # of a layer, over all devices
     link: float = FAR_LINK  # bytes/s
     rate: float = 1.0  # of products, over the 16-bit one
+    tile: int = CARD.expert_tile  # rows that an expert's products take at least
 
     def parts(self, steps: Moment) -> Floats:
         """Predict the seconds of what every token passes, of KV, of experts and of links; float64 [4, steps]."""
@@ -118,7 +122,7 @@ class Layout:
         dense = np.maximum(always / speed, products) / shared
         held = {"by rows": steps.most, "by heads": steps.rows, "spread": steps.rows / self.devices}[self.kv]
         kv = held * steps.context * SHAPE.kv_bytes_per_token / CARD.bytes_per_second
-        tile = 2.0 * CARD.expert_tile * SHAPE.expert_params / flops
+        tile = 2.0 * self.tile * SHAPE.expert_params / flops
         each = max(SHAPE.expert_bytes / speed, tile) / SHAPE.experts  # of every layer
         touched = 1.0 - (1.0 - SHAPE.experts_chosen / SHAPE.experts) ** steps.rows
         experts = most_of_a_device(touched) if self.experts == "whole" else SHAPE.experts * touched / self.devices
@@ -165,8 +169,26 @@ def steps_of(lengths: NDArray[np.int64]) -> Moment:
     return Moment(left.sum(axis=0).astype(np.float64), left.max(axis=0).astype(np.float64), context)
 
 
-def gains_of(steps: Moment) -> list[str]:
-    """Return the cells of a rollout."""
+class Gains(NamedTuple):
+    """A rollout: seconds where rows are left, and shares of these."""
+
+    seconds: float
+    tail: float  # with 8 rows or fewer
+    moved: float
+    split: dict[str, float]  # by layout
+    best: float
+    rows: int  # from which on `best` is gained
+    slower: float
+
+    def cells(self) -> str:
+        """Write a line of the table, without what was drawn."""
+        shares = " | ".join(f"{one:.1%}" for one in (self.moved, *self.split.values()))
+        best = f"{self.best:.1%} ({self.rows})"
+        return f"{self.seconds:,.0f} | {self.tail:.0%} | {shares} | {best} | {self.slower:.1%}"
+
+
+def gains_of(steps: Moment) -> Gains:
+    """Return what each layout gains in a rollout."""
     left = LEFT.seconds(steps)
     prompts = CostModel(SHAPE, CARD.group(DEVICES)).request_compute(np.full(ROWS, PROMPT), 1.0)
     all_left = float(left.sum() + prompts.sum())
@@ -180,10 +202,31 @@ def gains_of(steps: Moment) -> list[str]:
     taken = {name: layout.seconds(steps) for name, layout in LAYOUTS.items() if name != "left"}
     spread = taken["16 spread"]
     best, rows = max((gain(spread, 1 << power), 1 << power) for power in range(ROWS.bit_length()))
-    shown = [moved, *map(gain, taken.values())]
-    slower = gain(taken["attention"]) * all_left / (all_left + FIXED * len(left))
-    cells = [f"{all_left:,.0f}", f"{tail:.0%}", *(f"{one:.1%}" for one in shown)]
-    return [*cells, f"{best:.1%} ({rows})", f"{slower:.1%}"]
+    split = {name: gain(seconds) for name, seconds in taken.items()}
+    slower = split["attention"] * all_left / (all_left + FIXED * len(left))
+    return Gains(all_left, tail, moved, split, best, rows, slower)
+
+
+def found(gains: Sequence[Gains], last: Moment) -> str:
+    """Say what was found in these rollouts, and in a step of the last rows."""
+    of_tile, of_16 = (layout.parts(last)[:, 0] for layout in (LEFT, replace(LEFT, tile=16)))
+    return FOUND.format(
+        spread=_span([one.split["16 spread"] for one in gains]),
+        bits=_span([one.split["8 bits"] for one in gains]),
+        attention=_span([one.split["attention"] for one in gains]),
+        moved=_span([one.moved for one in gains]),
+        slower=_span([one.slower for one in gains]),
+        rows=" or ".join(map(str, sorted({one.rows for one in gains}))),
+        experts=_span([of_tile[2] / of_tile.sum()]),
+        of_16=_span([of_16[2] / of_16.sum()]),
+        tile=LEFT.tile,
+    )
+
+
+def _span(shares: Sequence[float]) -> str:
+    """Write the least and the largest share."""
+    least, largest = (f"{100 * one:.0f}" for one in (min(shares), max(shares)))
+    return f"{largest} %" if least == largest else f"{least} to {largest} %"
 
 
 def main() -> None:
@@ -191,18 +234,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare what is done with the last rows of a rollout.")
     parser.add_argument("--seeds", default="1,2,3", help="of the lengths that are drawn")
     seeds = [int(seed) for seed in parser.parse_args().seeds.split(",")]
-    page = TEXT + STEP
     last = Moment(*(np.array([one]) for one in (float(LAST), 1.0, 48_000.0)))
+    page = STEP
     for name, layout in LAYOUTS.items():
         parts = 1e3 * layout.parts(last)[:, 0]
         page += f"| {name} | {' | '.join(f'{part:.1f}' for part in (*parts, parts.sum()))} |\n"
     page += GAINS
+    gains, longest = [], []
     for median, sigma, most in LENGTHS:
         for seed in seeds:
             drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, ROWS)
-            cells = gains_of(steps_of(np.clip(drawn, 1, most).astype(np.int64)))
-            page += f"| {median:,}, {sigma} | {seed} | {' | '.join(cells)} |\n"
-    page += FOUND
+            lengths = np.clip(drawn, 1, most).astype(np.int64)
+            gains.append(gains_of(steps_of(lengths)))
+            longest.append(np.sort(lengths)[-LAST - 1])
+            page += f"| {median:,}, {sigma} | {seed} | {gains[-1].cells()} |\n"
+    of = f"more than {round(min(longest), -3):,} to {round(max(longest), -3):,} tokens"
+    page = TEXT.format(longest=of) + page + found(gains, last)
     print(page)
     (RESULTS / "rollouts.md").write_text(page, encoding="utf-8")
 
