@@ -87,6 +87,16 @@ def test_an_empty_file_has_no_rows_and_no_columns(tmp_path: Path) -> None:
     assert (inputs.num_rows, inputs.schema.names, inputs.read().num_rows) == (0, [], 0)
 
 
+@pytest.mark.parametrize("data", [b"\n", b" \n\t\r\n", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("kept", [{}, {"json_columns": ("body",), "text_columns": ("custom_id",)}])
+def test_a_file_of_empty_lines_has_no_rows_and_adds_none(tmp_path: Path, data: bytes, kept: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data)
+    inputs = Dataset.resolve([str(tmp_path / "a.jsonl")], **kept)
+    assert (inputs.num_rows, inputs.schema.names, inputs.read().num_rows) == (0, [], 0)
+    other = jsonl(tmp_path / "b.jsonl", '{"a": 1}', *[""] * 100_000, '{"a": 2}')
+    assert Dataset.resolve([str(tmp_path / "a.jsonl"), other], **kept).read().to_pydict() == {"a": [1, 2]}
+
+
 def test_bytes_in_memory_are_those_of_the_table(tmp_path: Path) -> None:
     inputs = Dataset.resolve([jsonl(tmp_path / "a.jsonl", *('{"a": "some text"}' for _ in range(1000)))])
     assert inputs.nbytes == pytest.approx(inputs.read().nbytes, rel=0.1)

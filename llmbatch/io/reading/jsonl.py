@@ -192,7 +192,7 @@ def _array(
         text = [field.name for field in kind if field.type == TEXT]
     made = [{**row, **{name: _as_text(row[name]) for name in text if name in row}} for row in rows] if text else rows
     try:
-        array = pa.array(made, kind)
+        array = pa.array(made, pa.struct([]) if kind is None and not rows else kind)
     except _MISFITS as error:
         misfits = [*_misfits(made, kind)]
         unlike = kind is None and all(holds_objects([row.get(name) for row in rows]) for name in misfits)
