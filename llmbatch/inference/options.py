@@ -71,6 +71,8 @@ class Options(EngineConfig):
             raise refusal("weights", "be auto or resident for engine='simulated', which has none", self.weights)
         if self.weights_memory is not None and self.engine == "simulated":
             raise refusal("weights_memory", "be left out for engine='simulated', which has none", self.weights_memory)
+        if self.kv != "device" and self.engine == "simulated":
+            raise refusal("kv", "be device for engine='simulated', which has none and no host beside it", self.kv)
         if self.source.turns is not None:
             self._check_turns()
         if self.row_timeout is not None:

@@ -307,6 +307,7 @@ def test_what_a_process_was_told_stays_when_its_threads_are_fewer() -> None:
         ({"tensor_parallel": 2}, "tensor_parallel must be 1 for engine='simulated', which has no weights, got 2"),
         ({"weights": "disk"}, "weights must be auto or resident for engine='simulated', which has none, got 'disk'"),
         ({"weights_memory": 9}, "weights_memory must be left out for engine='simulated', which has none, got 9"),
+        ({"kv": "host"}, "kv must be device for engine='simulated', which has none and no host beside it, got 'host'"),
     ],
 )
 def test_the_simulated_engine_has_no_weights(tmp_path: Path, given: dict[str, Any], said: str) -> None:
