@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
-from llmbatch.arguments import Paths, check_names, paths_of
+from llmbatch.arguments import Paths, check_names, paths_of, refusal
 from llmbatch.errors import ModelError
 from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
@@ -71,8 +71,11 @@ class Experiment(SimulationOptions):
         cost, pool, scheduling = self.cost, self.pool, self.scheduling  # what is wrong is said before traces are read
         if self.mix is not None:
             parse_mix(self.mix)
+        trace = self.trace
+        if self.data_parallel > len(trace):
+            raise refusal("data_parallel", f"be at most the {len(trace):,} requests", self.data_parallel)
         return simulate_trace(
-            self.trace,
+            trace,
             cost,
             pool,
             scheduling,

@@ -137,7 +137,8 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
         raise ParameterError(
             f"the model must fit the device: {no_room(cost)}; use more cards (--tensor-parallel) or a larger one"
             if kv_memory is None
-            else f"kv_memory must hold at least one page of {page_size} tokens, got {kv_memory:g} bytes"
+            else f"kv_memory must hold at least one page of {page_size} tokens, "
+            f"{page_size * shape.kv_bytes_per_token:,.0f} bytes, got {kv_memory:,.0f}"
         )
     windowed = [window for window in shape.windows if window]
     window = max(windowed) + LOOK_BACK if windowed else 0

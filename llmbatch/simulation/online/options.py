@@ -82,6 +82,11 @@ class OnlineOptions:
             raise refusal("per_second", f"be given for arrivals {self.arrivals} (--per-second Q)", None)
         if self.arrivals != "trace" and self.duration is None:
             raise refusal("duration", f"be given for arrivals {self.arrivals} (--duration S)", None)
+        if self.arrivals == "trace" and self.per_second is not None:
+            rule = "be left out for arrivals trace, whose times are the trace's own (--arrivals poisson draws some)"
+            raise refusal("per_second", rule, self.per_second)
+        if self.arrivals != "gamma" and self.burstiness != type(self).burstiness:
+            raise refusal("burstiness", "be left out without arrivals gamma (--arrivals gamma)", self.burstiness)
 
 
 _DEFAULT = OnlineOptions()

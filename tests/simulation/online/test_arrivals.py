@@ -87,6 +87,11 @@ def test_a_trace_without_times_is_refused_where_its_times_are_wanted(tmp_path: P
     [
         ({"arrivals": "poisson"}, r"per_second must be given for arrivals poisson \(--per-second Q\)"),
         ({"arrivals": "gamma", "per_second": 2.0}, r"duration must be given for arrivals gamma \(--duration S\)"),
+        ({"per_second": 2.0}, r"per_second must be left out for arrivals trace, .*, got 2\.0"),
+        (
+            {"arrivals": "poisson", "per_second": 2.0, "duration": 1.0, "burstiness": 3.0},
+            r"burstiness must be left out without arrivals gamma \(--arrivals gamma\), got 3\.0",
+        ),
         ({"policy": "best"}, "policy must be one of fcfs, round-robin, priority, bros, ooco, slack"),
         ({"ttft": 0.0}, "ttft must be above 0"),
         ({"pools": "strict=1,relaxed=1"}, "pools must be strict=1,relaxed=1, for policy ooco"),
