@@ -149,9 +149,10 @@ class PromptSource:
             )
 
     def make_ready(self, tokenizer: Tokenizer) -> None:
-        """Load what `render` needs of a tokenizer."""
+        """Load what `render` needs of a tokenizer. Raises ModelError where no chat template has what is asked for."""
         if self.renders_chat:
             tokenizer.load_chats()
+            self._renderer(tokenizer)
         elif self.template is not None:
             _ = tokenizer.controls  # where a chat template decides which they are, that is loaded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from llmbatch.cli.main import main
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.writing.manifest import decode
 from tests.support.jobs import Job, check_refused, contents, rows
+from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 
 # Other versions
 
@@ -96,3 +98,25 @@ def test_a_window_must_fit_in_memory(
         f"bytes and 10,000 are free: at most {int(10_000 / each)} (--window-rows)"
     )
     check_refused(job, said, capfd)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            None,
+            "the tokenizer of {} has no chat template: give the prompts as prompt or template, without chat and system",
+        ),
+        (
+            CHAT_TEMPLATE,
+            "tools must be left out, since the chat template of {} tells the model of none: take a model whose template "
+            "does",
+        ),
+    ],
+)
+def test_chats_that_no_template_renders_leave_nothing_behind(
+    job: Job, template: str | None, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model_folder(job.folder / "model", "llama", chat_template=template)
+    asked = job.having(system="Be brief.", tools='[{"type": "function", "function": {"name": "f"}}]')
+    check_refused(replace(asked, model=model), said.format(model), capfd)
