@@ -115,6 +115,12 @@ def test_names_that_begin_with_an_underscore_or_a_dot_are_left_out(tmp_path: Pat
         assert found(path, within=tmp_path) == ["a.parquet"]
 
 
+def test_what_a_job_keeps_beside_its_output_file_is_left_out(tmp_path: Path) -> None:
+    files(tmp_path, "a.jsonl", "a.jsonl._llmbatch.json", "a.jsonl._llmbatch.arrow", "b.jsonl._llmbatch/c.parquet")
+    for path in (tmp_path, tmp_path / "*", tmp_path / "**" / "*.json*"):
+        assert found(path, within=tmp_path) == ["a.jsonl"]
+
+
 def test_a_hidden_folder_above_the_one_named_does_not_matter(tmp_path: Path) -> None:
     files(tmp_path, ".cache/a.parquet")
     assert found(tmp_path / ".cache", within=tmp_path) == [".cache/a.parquet"]

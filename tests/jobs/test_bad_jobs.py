@@ -109,8 +109,8 @@ def test_a_window_must_fit_in_memory(
         ),
         (
             CHAT_TEMPLATE,
-            "tools must be left out, since the chat template of {} tells the model of none: take a model whose template "
-            "does",
+            "tools must be left out, since the chat template of {} tells the model of none: take a model whose "
+            "template does",
         ),
     ],
 )

@@ -25,6 +25,7 @@ from llmbatch.storage.retries import RetryTime, is_container_missing, persist
 _FORMATS = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _IN_FOLDERS = (*_FORMATS, *(end + codec for end, kind in _FORMATS.items() if kind == "JSONL" for codec in _CODECS))
+_BESIDE = "._llmbatch"  # in the names of what a job keeps beside its output file
 # What file systems call the key of a file's content, and the time of its last change.
 _ETAGS = ("ETag", "etag", "md5Hash", "blob_id")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
@@ -84,8 +85,8 @@ def find_files(paths: Sequence[str], storage_options: Mapping[str, Any] | None) 
     """Find the files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
     A folder stands for the Parquet and JSONL files at any depth below it, by their names; a folder or a glob leaves out
-    names that begin with "_" or ".". Links are followed. A file that is named twice, or found twice by links, is listed
-    once.
+    names that begin with "_" or ".", and what a job keeps beside its output file. Links are followed. A file that is
+    named twice, or found twice by links, is listed once.
     """
     found: dict[str, InputFile] = {}
     for path in paths:
@@ -210,4 +211,4 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _is_hidden(below: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in below.split("/"))
+    return any(part.startswith(("_", ".")) or _BESIDE in part for part in below.split("/"))
