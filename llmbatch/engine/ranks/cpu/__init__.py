@@ -4,4 +4,4 @@ Must not import `engine.gpu`.
 Start reading at `engine`.
 """
 
-__all__ = ["first"]
+__all__ = ["engine", "first"]
