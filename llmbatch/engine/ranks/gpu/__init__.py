@@ -4,4 +4,4 @@ Must not import `engine.cpu`.
 Start reading at `engine`.
 """
 
-__all__ = ["engine", "first", "messages"]
+__all__ = ["engine", "first"]
