@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from llmbatch.engine.ranks.gpu.engine import RankedGpuEngine
 from llmbatch.engine.ranks.gpu.first import first_of_gpus, ranked_engine, teams_on_gpus
 from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.ranks.orders import RankOrders
+from llmbatch.engine.ranks.reports import RankLost
 from llmbatch.engine.ranks.teams import RankTeams
 from llmbatch.errors import JobError, ParameterError
 from llmbatch.inference.options import Options
@@ -226,6 +228,27 @@ def test_ranks_meet_at_the_loopback_alone() -> None:
         if int(port, 16) == meeting.port and line.split()[3] == "0A"
     }
     assert listening == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
+
+
+def test_a_collective_does_not_wait_for_the_end_of_an_abort() -> None:
+    """NCCL aborts kernels at once, and waits then for the end of graphs, which the engine holds that is told so."""
+    meeting, aborts, graphs_end = Meeting(), threading.Event(), threading.Event()
+    aborted: list[bool] = []
+
+    class Group:
+        def abort(self) -> None:
+            aborts.set()
+            aborted.append(graphs_end.wait(5.0))
+
+    meeting._group = Group()
+    leaving = threading.Thread(target=meeting.leave)
+    leaving.start()
+    aborts.wait()
+    with pytest.raises(RankLost, match=r"^a rank has ended$"):
+        meeting.begin(lambda _: None)
+    assert aborted == []
+    graphs_end.set()
+    leaving.join()
 
 
 def test_a_group_does_not_leave_its_environment_behind(monkeypatch: pytest.MonkeyPatch) -> None:

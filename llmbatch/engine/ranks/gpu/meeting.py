@@ -3,7 +3,9 @@
 The group is the library's own, apart from any that the program has. NCCL does not notice that a process has ended: its
 kernels wait for it for ever, and what was waited for in vain is returned as if it were whole. So another thread aborts
 the group then (`leave`), and whoever computes asks afterwards whether a rank has ended (`RankTeam.check`). An abort and
-a collective that is being queued must not meet: there is a lock for both.
+a collective that is being queued must not meet: there is a lock for both. But an abort ends the kernels at once, and
+then waits for the end of all graphs that hold a sum. So a collective does not wait for it: who is told that a rank was
+lost lets go of the graphs.
 
 A process that ends does not take its group apart, since that may wait for other ranks: ranks end without ado
 (`reporting`), and the first one keeps what it has to the end of the process.
@@ -30,7 +32,7 @@ from llmbatch.engine.ranks.reports import RankLost
 
 _DIST: Any = torch.distributed  # its types say little
 _HOST: Final = "127.0.0.1"
-_PAUSE: Final = 0.01  # seconds between looks at who has loaded the model
+_PAUSE: Final = 0.01  # seconds between looks at who has loaded the model, and at whether a rank has ended
 _OPENING: Final = timedelta(seconds=120)  # to reach all other ranks, once they have
 _NEVER: Final = timedelta(days=365)  # ranks that have nothing to do wait for the first one
 _LOCKED_S: Final = 1.0  # that an abort waits for a collective which is being queued
@@ -83,10 +85,13 @@ class Meeting:
 
     def begin(self, collective: Callable[[Any], Any]) -> Any:
         """Queue a collective on the group; returns what to wait for, if there is anything. Raises RankLost."""
-        with self._lock:
-            if self._left:
-                raise RankLost("a rank has ended")
+        while not self._lock.acquire(timeout=_PAUSE):
+            self._check()
+        try:
+            self._check()
             return collective(self._group)
+        finally:
+            self._lock.release()
 
     def leave(self) -> None:
         """End all waiting for ranks, from another thread: one has ended."""
@@ -100,6 +105,10 @@ class Meeting:
         finally:
             if locked:
                 self._lock.release()
+
+    def _check(self) -> None:
+        if self._left:
+            raise RankLost("a rank has ended")
 
     def keep(self) -> None:
         """Keep the group to the end of the process."""
