@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -52,17 +53,19 @@ class CopyStream:
     def lock(self, source: torch.Tensor) -> None:
         """Register the memory with the driver, as long as the tensor lives.
 
-        What torch allocates for this has a power of two of bytes, up to twice as many.
+        What torch allocates for this has a power of two of bytes, up to twice as many. The driver registers it with the
+        current device, which takes memory there if nothing else has used it: that is to be this one.
         """
         cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = source.data_ptr()
-        failed = cuda.cudaHostRegister(address, source.nbytes, 0)
+        with torch.cuda.device(self._device):
+            failed = cuda.cudaHostRegister(address, source.nbytes, 0)
         if int(failed):
             raise ModelError(
                 f"the host's memory for weights must be lockable, got {cuda.cudaGetErrorString(failed)!r} for "
                 f"{source.nbytes:,} bytes: free memory of the host, or take a machine with more of it"
             )
-        weakref.finalize(source, cuda.cudaHostUnregister, address)
+        weakref.finalize(source, _unlock, self._stream, address)
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
         """Copy on the stream, in pieces: other copies over the link may come between two of them."""
@@ -74,6 +77,14 @@ class CopyStream:
         target.record_stream(self._stream)  # so that it is not given to others while the copy is under way
         done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def _unlock(stream: torch.cuda.Stream, address: int) -> None:
+    """Unregister memory that is about to go, once copies are made: one is under way when a job ends."""
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with suppress(RuntimeError):  # of a device that has failed
+        stream.synchronize()
+    cuda.cudaHostUnregister(address)
 
 
 class PlainCopies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.execution import StreamLane
 from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
+from llmbatch.engine.weights.host_layers import CopyStream
 from llmbatch.kernels.triton.side_stream import SideStream
 
 CARD = torch.device("cuda", 0)
@@ -41,6 +43,9 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.card.log.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.card.log.append(f"the host waits for {self.name}")
 
     def wait_event(self, event: Event) -> None:
         self.card.log.append(f"{self.name} waits for what {event.after} had")
@@ -145,3 +150,25 @@ def test_what_runs_beside_begins_after_what_is_queued_and_ends_before_what_follo
         "here",
         "products waits for what beside -1 had",
     ]
+
+
+def test_memory_is_locked_on_its_device_and_let_go_of_when_it_was_copied(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        card.log.append(f"begin {device}")
+        yield
+        card.log.append("end")
+
+    def lock(_: int, size: int, __: int) -> int:
+        card.log.append(f"lock {size}")
+        return 0
+
+    driver = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=lambda _: card.log.append("unlock"))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    source = torch.zeros(8, dtype=torch.uint8)
+    CopyStream(torch.device("cuda", 1)).lock(source)
+    del source
+    assert card.log == ["begin cuda:1", "lock 8", "end", "the host waits for beside 0", "unlock"]
