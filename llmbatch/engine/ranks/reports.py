@@ -17,6 +17,7 @@ from llmbatch.errors import LLMBatchError
 
 LOADED: Final = "\n"  # what a rank says once it has loaded its share
 LOST: Final = 2  # the status of a rank that ended since another one has
+_WORDS: Final = 300  # characters of a library's error that are said
 _NO_MEMORY: Final = ("out of memory", "allocate memory")  # in what torch says
 
 
@@ -27,6 +28,11 @@ class RankLost(RuntimeError):
         """Say why; `by_signal`: somebody has ended it."""
         super().__init__(why)
         self.by_signal = by_signal
+
+    @classmethod
+    def by_error(cls, error: Exception) -> RankLost:
+        """Take an error of a library that did not reach a rank; the end of its words says why."""
+        return cls(f"a rank does not answer: {' '.join(str(error).split())[-_WORDS:]}")
 
 
 @contextmanager

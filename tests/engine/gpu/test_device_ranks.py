@@ -251,6 +251,17 @@ def test_a_collective_does_not_wait_for_the_end_of_an_abort() -> None:
     leaving.join()
 
 
+def test_a_group_that_does_not_open_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with a host's links or its /dev/shm is in NCCL's words alone."""
+
+    def refuse(*_: Any) -> None:
+        raise torch.distributed.DistBackendError("NCCL error in: a file\nLast error:\nNo space left on device (28)")
+
+    monkeypatch.setattr(meeting_module, "_open_group", refuse)
+    with pytest.raises(RankLost, match=r"^a rank does not answer: NCCL .* error: No space left on device \(28\)$"):
+        Meeting().join(0, 1, HOST)
+
+
 def test_a_group_does_not_leave_its_environment_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A", "before")
     monkeypatch.delenv("B", raising=False)

@@ -64,7 +64,7 @@ class DeviceCollectives:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
                 raise  # of this device
-            raise RankLost(f"a rank does not answer: {' '.join(str(error).split())[-300:]}") from error
+            raise RankLost.by_error(error) from error
 
 
 def _here(options: Any) -> Any:

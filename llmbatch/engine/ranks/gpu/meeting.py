@@ -81,7 +81,7 @@ class Meeting:
                     raise RankLost("a rank does not answer")
                 self._group.allreduce([torch.zeros(1, device=device)]).wait()  # connects: what fails there fails now
         except _DIST.DistError as error:
-            raise RankLost("a rank does not answer") from error
+            raise RankLost.by_error(error) from error
 
     def begin(self, collective: Callable[[Any], Any]) -> Any:
         """Queue a collective on the group; returns what to wait for, if there is anything. Raises RankLost."""
