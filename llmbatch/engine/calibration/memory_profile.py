@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.graphs.recorder import MOST_ROWS, GraphRecorder, rows_of
+from llmbatch.engine.gpu.graphs.recorder import MOST_ROWS, GraphRecorder, release_cached, rows_of
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.errors import JobError
 from llmbatch.kernels.interface import PagedAttention
@@ -113,12 +112,6 @@ def _taken(device: torch.device, work: Callable[[], None]) -> int:
     release_cached()
     left, _ = torch.cuda.mem_get_info(device)
     return max(0, free - left)
-
-
-def release_cached() -> None:
-    """Give memory that nothing uses back to the device, unless the allocator cannot after a recording that failed."""
-    with suppress(RuntimeError):
-        torch.cuda.empty_cache()
 
 
 def check_room(

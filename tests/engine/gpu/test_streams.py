@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.execution import StreamLane
 from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
+from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
+from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.weights.host_layers import CopyStream
 from llmbatch.kernels.triton.side_stream import SideStream
 
@@ -172,3 +174,12 @@ def test_memory_is_locked_on_its_device_and_let_go_of_when_it_was_copied(
     CopyStream(torch.device("cuda", 1)).lock(source)
     del source
     assert card.log == ["begin cuda:1", "lock 8", "end", "the host waits for beside 0", "unlock"]
+
+
+def test_memory_that_nothing_uses_is_given_back_before_a_group_takes_its_own(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: card.log.append("give back"))
+    monkeypatch.setattr(Meeting, "join", lambda *_: card.log.append("join"))
+    DeviceCollectives(0, 2).join(Meeting(), CARD)
+    assert card.log == ["give back", "join"]

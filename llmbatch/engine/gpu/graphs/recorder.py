@@ -97,6 +97,12 @@ def end_recording(pool: Any) -> None:
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
+def release_cached() -> None:
+    """Give memory that nothing uses back to the device, unless the allocator cannot after a recording that failed."""
+    with suppress(RuntimeError):
+        torch.cuda.empty_cache()
+
+
 class Recording:
     """A recorded forward and the memory it reads."""
 

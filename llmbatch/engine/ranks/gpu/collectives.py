@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
+from llmbatch.engine.gpu.graphs.recorder import release_cached
 from llmbatch.engine.ranks.gpu.meeting import Meeting
 from llmbatch.engine.ranks.reports import RankLost
 
@@ -26,6 +27,8 @@ class DeviceCollectives:
 
     def join(self, meeting: Meeting, device: torch.device) -> None:
         """Meet the others, once all have loaded their shares. Raises RankLost."""
+        if device.type == "cuda":
+            release_cached()  # NCCL takes its memory from the device, and not from what torch keeps for itself
         meeting.join(self.rank, self.ranks, device)
         self._meeting = meeting
 
