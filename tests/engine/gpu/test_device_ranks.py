@@ -33,7 +33,7 @@ from llmbatch.engine.gpu.graphs import recorder
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
-from llmbatch.engine.ranks.gpu import first
+from llmbatch.engine.ranks import processes
 from llmbatch.engine.ranks.gpu import meeting as meeting_module
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import RankedGpuEngine
@@ -207,7 +207,7 @@ def refuse(*_: Any) -> None:
 def test_a_rank_that_does_not_come_up_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(first, "_RANK", "llmbatch.errors")  # which has no `main`
+    monkeypatch.setattr(processes, "_RANK", "llmbatch.errors")  # which has no `main`
     folder = tiny_model_folder(tmp_path, "llama", layers=LAYERS)
     loaded, teams = two_ranks(folder)
     pages = {"num_pages": 2, "window_pages": 0, "page_size": 4}
