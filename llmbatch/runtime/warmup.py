@@ -2,7 +2,8 @@
 
 The first job of an installation starts another process, which runs a schedule (this module's `main`) and so compiles
 what plans and schedules. Meanwhile its own loads the weights, which compiles the kernels, and runs its rows with what
-is there (`llmbatch.compilation.interpreted`). The other process goes on where the job ends or is killed, so the next
+is there (`llmbatch.compilation.interpreted`). Where there are too many rows for that, it compiles a part itself. The
+other process goes on where the job ends or is killed, so the next
 job finds more of it done. Later jobs find the mark that it left, and start none.
 """
 
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import code_folder, kept
 from llmbatch.compilation.interpreted import interpret
+from llmbatch.compilation.references import kind_of
 from llmbatch.engine.base import Engine
 from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.packing import pack_tokens
@@ -42,10 +44,15 @@ from llmbatch.preprocess.tokenization.tokenizer import TokenColumn
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.runtime.shard_run import ShardRun, run_shard
+from llmbatch.scheduler.admission import admit
+from llmbatch.scheduler.beside.guest_steps import prefill_guests
+from llmbatch.scheduler.commit import unblock
+from llmbatch.scheduler.forks import fork
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from llmbatch.system.processes import await_beside, start_beside
 
+PHASES: Final = (prefill_guests, admit, fork, unblock)  # of `llmbatch.scheduler.decide`
 _NICE: Final = 10  # a tenth of a core where the job wants it
 _MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there
 _LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose number it has
@@ -91,6 +98,7 @@ class Compilation:
             with suppress(OSError, ValueError):  # it may have just begun
                 _hurry(int((code_folder() / _LOCK).read_text()))
             rehearse_plan()
+            compile_phases(until=self._is_over)
             while not self._is_over():
                 time.sleep(0.05)
         if not _is_compiled():
@@ -111,14 +119,28 @@ def rehearse() -> None:
     column = TokenColumn(requests.tokens, requests.offsets)
     merge_equal(column, np.arange(len(requests)), requests.params_index, requests.params)
     requests = requests.take(np.arange(len(requests)))
-    engine = SimulatedEngine(answers, _cost())
-    observer = _WarmupObserver(engine, requests)
-    run = ShardRun(Workload.of(requests), SerialLoop(engine, observer), _POOL, _cost(), _SCHEDULING)
-    observer.scheduler = run.scheduler
+    run = _made_run(requests, answers)
     run.run()
     run.scheduler.decide_prompts(0.0)
     rehearse_plan()
     run_shard(Workload.of(requests), SimulatedLoop(answers, _cost()), _POOL, _cost(), _SCHEDULING)
+
+
+def compile_phases(until: Callable[[], bool]) -> None:
+    """Compile a step's phases from its third on, `until` all is compiled: another process begins with the first."""
+    kinds = kind_of(_made_run(*_made()).scheduler.state), kind_of(0.0)
+    for phase in PHASES:
+        if until():
+            break
+        cast(Any, phase).compile(kinds)
+
+
+def _made_run(requests: RequestBatch, answers: NDArray[np.int32]) -> ShardRun:
+    engine = SimulatedEngine(answers, _cost())
+    observer = _WarmupObserver(engine, requests)
+    run = ShardRun(Workload.of(requests), SerialLoop(engine, observer), _POOL, _cost(), _SCHEDULING)
+    observer.scheduler = run.scheduler
+    return run
 
 
 class _WarmupObserver(TokenDropper):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from llmbatch.runtime.warmup import rehearse
+import pytest
+
+from llmbatch.runtime import warmup
+from llmbatch.runtime.warmup import PHASES, compile_phases, rehearse
 from llmbatch.scheduler.commit import expect_anew
 from llmbatch.scheduler.decide import decide_step
 from tests.support.compiled import specialisations
@@ -14,3 +17,15 @@ def test_a_second_rehearsal_compiles_nothing() -> None:
     assert min(before) >= 1
     rehearse()
     assert [specialisations(function) for function in (decide_step, expect_anew)] == before
+
+
+def test_phases_that_a_waiting_job_compiles_are_those_of_a_step() -> None:
+    """Other types would be compiled in vain: a step would have its own."""
+    compile_phases(until=lambda: False)
+    rehearse()
+    assert [specialisations(phase) for phase in PHASES] == [1] * len(PHASES)
+
+
+def test_a_waiting_job_compiles_nothing_once_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "PHASES", (None,))
+    compile_phases(until=lambda: True)
