@@ -44,15 +44,11 @@ from llmbatch.preprocess.tokenization.tokenizer import TokenColumn
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.runtime.shard_run import ShardRun, run_shard
-from llmbatch.scheduler.admission import admit
-from llmbatch.scheduler.beside.guest_steps import prefill_guests
-from llmbatch.scheduler.commit import unblock
-from llmbatch.scheduler.forks import fork
+from llmbatch.scheduler.decide import LATER_PHASES
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from llmbatch.system.processes import await_beside, start_beside
 
-PHASES: Final = (prefill_guests, admit, fork, unblock)  # of `llmbatch.scheduler.decide`
 _NICE: Final = 10  # a tenth of a core where the job wants it
 _MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there
 _LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose number it has
@@ -129,7 +125,7 @@ def rehearse() -> None:
 def compile_phases(until: Callable[[], bool]) -> None:
     """Compile a step's phases from its third on, `until` all is compiled: another process begins with the first."""
     kinds = kind_of(_made_run(*_made()).scheduler.state), kind_of(0.0)
-    for phase in PHASES:
+    for phase in LATER_PHASES:
         if until():
             break
         cast(Any, phase).compile(kinds)

@@ -67,6 +67,8 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from llmbatch.compilation.decorators import compiled
@@ -91,6 +93,8 @@ from llmbatch.scheduler.forks import fork
 from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, prices, prices_of, step_tokens
 from llmbatch.scheduler.victims import long_victim
+
+LATER_PHASES: Final = (prefill_guests, admit, fork, unblock)  # from the third on; they take what `decide_step` takes
 
 
 @compiled

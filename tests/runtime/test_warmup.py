@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from llmbatch.runtime import warmup
-from llmbatch.runtime.warmup import PHASES, compile_phases, rehearse
+from llmbatch.runtime.warmup import compile_phases, rehearse
 from llmbatch.scheduler.commit import expect_anew
-from llmbatch.scheduler.decide import decide_step
+from llmbatch.scheduler.decide import LATER_PHASES, decide_step
 from tests.support.compiled import specialisations
 
 
@@ -23,9 +23,9 @@ def test_phases_that_a_waiting_job_compiles_are_those_of_a_step() -> None:
     """Other types would be compiled in vain: a step would have its own."""
     compile_phases(until=lambda: False)
     rehearse()
-    assert [specialisations(phase) for phase in PHASES] == [1] * len(PHASES)
+    assert [specialisations(phase) for phase in LATER_PHASES] == [1] * len(LATER_PHASES)
 
 
 def test_a_waiting_job_compiles_nothing_once_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "PHASES", (None,))
+    monkeypatch.setattr(warmup, "LATER_PHASES", (None,))
     compile_phases(until=lambda: True)
