@@ -63,10 +63,13 @@ def do_nothing() -> None:
     """Stand for what a rank does."""
 
 
-def answers(folder: str, **options: Any) -> pa.Table:
+def operator_of(folder: str, **options: Any) -> LLMOperator:
     common: dict[str, Any] = {"prompt": "prompt", "max_tokens": 6, "dtype": "float32", "kv_memory": 2**24}
-    operator = LLMOperator(model=folder, **{**common, **options})
-    table: pa.Table = operator(ROWS)
+    return LLMOperator(model=folder, **{**common, **options})
+
+
+def answers(folder: str, **options: Any) -> pa.Table:
+    table: pa.Table = operator_of(folder, **options)(ROWS)
     return table
 
 
@@ -235,18 +238,27 @@ def test_a_rank_that_finds_other_weights_says_so(tmp_path: Path, monkeypatch: py
     )
 
 
-def test_ranks_end_where_the_first_one_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, begin, started = tiny_model_folder(tmp_path, "qwen2"), RankTeams.begin, list[subprocess.Popen[bytes]]()
+def test_ranks_end_where_the_first_one_cannot_load_and_others_start_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    operator = operator_of(tiny_model_folder(tmp_path, "qwen2"), tensor_parallel=2, max_tokens=2)
+    file, begin, started = tmp_path / "model.safetensors", RankTeams.begin, list[subprocess.Popen[bytes]]()
+    whole = file.read_bytes()
 
     def begin_and_spoil(teams: RankTeams, processes: RankProcesses) -> None:
         begin(teams, processes)
         started.extend(processes.started)
-        (tmp_path / "model.safetensors").write_bytes(b"no weights")
+        file.write_bytes(b"no weights")
 
-    monkeypatch.setattr(RankTeams, "begin", begin_and_spoil)
-    with pytest.raises(ModelError):
-        answers(folder, tensor_parallel=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(RankTeams, "begin", begin_and_spoil)
+        with pytest.raises(ModelError):
+            operator(ROWS)
     assert [process.poll() for process in started] == [-signal.SIGKILL]
+    file.write_bytes(whole)
+    with caplog.at_level(logging.WARNING, "llmbatch"):
+        assert operator(ROWS)["error"].null_count == len(ROWS)
+    assert caplog.messages == []
 
 
 def test_ranks_that_cannot_be_started_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ class UnloadedEngines(Engines):
         platform.enter()
         with ExitStack() as where_it_fails:
             if platform.ranks > 1:
-                ranks = self._ranks or RankProcesses(platform.ranks)
+                ranks, self._ranks = self._ranks or RankProcesses(platform.ranks), None
                 where_it_fails.callback(ranks.end)
                 teams = self._share_with(ranks)
             with saying(progress, f"loading the weights of {options.model}"):
