@@ -51,6 +51,7 @@ from llmbatch.system.processes import await_beside, start_beside
 
 _NICE: Final = 10  # a tenth of a core where the job wants it
 _MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there
+_PHASES_LOCK: Final = "phases.lock"  # held by the job that compiles a part while it waits
 _LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose number it has
 
 
@@ -123,12 +124,20 @@ def rehearse() -> None:
 
 
 def compile_phases(until: Callable[[], bool]) -> None:
-    """Compile a step's phases from its third on, `until` all is compiled: another process begins with the first."""
-    kinds = kind_of(_made_run(*_made()).scheduler.state), kind_of(0.0)
-    for phase in LATER_PHASES:
-        if until():
-            break
-        cast(Any, phase).compile(kinds)
+    """Compile a step's phases from its third on, `until` all is compiled: another process begins with the first.
+
+    Of jobs that wait one does it.
+    """
+    with (code_folder() / _PHASES_LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        kinds = kind_of(_made_run(*_made()).scheduler.state), kind_of(0.0)
+        for phase in LATER_PHASES:
+            if until():
+                break
+            cast(Any, phase).compile(kinds)
 
 
 def _made_run(requests: RequestBatch, answers: NDArray[np.int32]) -> ShardRun:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+
 import pytest
 
+from llmbatch.compilation.decorators import code_folder
 from llmbatch.runtime import warmup
 from llmbatch.runtime.warmup import compile_phases, rehearse
 from llmbatch.scheduler.commit import expect_anew
@@ -29,3 +32,10 @@ def test_phases_that_a_waiting_job_compiles_are_those_of_a_step() -> None:
 def test_a_waiting_job_compiles_nothing_once_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "LATER_PHASES", (None,))
     compile_phases(until=lambda: True)
+
+
+def test_of_jobs_that_wait_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "LATER_PHASES", (None,))
+    with (code_folder() / "phases.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compile_phases(until=lambda: False)
