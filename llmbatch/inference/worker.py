@@ -22,7 +22,8 @@ from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.inference.answers.assembler import AnswerAssembler, AnswerSink, FlushPolicy
 from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
 from llmbatch.inference.conversations import ConversationSource
-from llmbatch.inference.loading.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines, tokenizer_of
+from llmbatch.inference.loading.base import Engines, LoadedEngines
+from llmbatch.inference.loading.engines import SimulatedEngines, UnloadedEngines, tokenizer_of
 from llmbatch.inference.loading.kernel_compilation import compile_ahead, compile_kernels
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence, saying
@@ -80,6 +81,7 @@ class Worker(TableWorker):
         progress = progress or Silence()
         tune_process()
         compilation = Compilation.start(progress.say)
+        # More ranks than cores are refused on a processor. On GPUs they start when these have been counted.
         ranks = RankProcesses(options.tensor_parallel) if 1 < options.tensor_parallel <= usable_cores() else None
         with ExitStack() as where_it_fails, saying(progress, _PREPARING.format(options.model)):
             if ranks is not None:

@@ -181,11 +181,10 @@ class _Job:
                 if lock is not None:
                     output.tidy()
                 output.work.leave()  # empty, of one that was killed when all was done
-                asked = self._options.compression
-                if asked != "auto" and (written := output.other_compression()) is not None:
+                if (written := output.other_compression(self._options.compression)) is not None:
                     self._progress.say(
-                        f"the output keeps its compression, {written}: {asked} would be that of a job that starts over "
-                        "(--restart)"
+                        f"the output keeps its compression, {written}: {self._options.compression} would be that of a "
+                        "job that starts over (--restart)"
                     )
                 return replace(outcome.report, output=output.url, finished_before=True)
             if outcome.changed and self._options.changed_rows == "refuse":

@@ -3,8 +3,8 @@
 The first job of an installation starts another process, which runs a schedule (this module's `main`) and so compiles
 what plans and schedules. Meanwhile its own loads the weights, which compiles the kernels, and runs its rows with what
 is there (`llmbatch.compilation.interpreted`). Where there are too many rows for that, it compiles a part itself. The
-other process goes on where the job ends or is killed, so the next
-job finds more of it done. Later jobs find the mark that it left, and start none.
+other process goes on where the job ends or is killed, so the next job finds more of it done. Later jobs find the mark
+that it left, and start none.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def rehearse() -> None:
 
 
 def compile_phases(until: Callable[[], bool]) -> None:
-    """Compile a step's phases from its third on, `until` all is compiled: another process begins with the first.
+    """Compile the phases of a step from its third on; the other process begins with the first.
 
-    Of jobs that wait one does it.
+    Stops when `until` says that all is compiled. Of several jobs that wait only one compiles.
     """
     with (code_folder() / _PHASES_LOCK).open("a") as lock:
         try:

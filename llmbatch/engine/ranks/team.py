@@ -1,4 +1,4 @@
-"""The processes of the ranks other than the first, which lives in this one: all load their shares side by side."""
+"""The other ranks of an engine: the first one tells them what to load and compute, and watches whether they live."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from llmbatch.system.processes import is_stopped
 
 _GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
 _STOPPED_S: Final = 10.0  # that a process may be stopped (SIGSTOP)
-_PIPE: Final = 1 << 20  # bytes of messages that may wait for a rank
 _LOOK_S: Final = 1.0  # between looks at whether it is
+_PIPE: Final = 1 << 20  # bytes of messages that may wait for a rank
 _log = logging.getLogger("llmbatch")
 
 

@@ -4,4 +4,4 @@ Must not import anything that answers tables.
 Start reading at `engines`.
 """
 
-__all__ = ["engines", "kernel_compilation"]
+__all__ = ["base", "engines", "kernel_compilation"]

@@ -115,10 +115,12 @@ class Output:
         """
         return self._finished.manifest()
 
-    def other_compression(self) -> str | None:
-        """Name the compression of the finished output here, if it is another one than is asked for now."""
-        found = self._finished.compression() if self._is_parquet else None
-        return None if found in (None, self._parquet.compression) else found
+    def other_compression(self, asked: str) -> str | None:
+        """Name the compression of the finished output here, if another one is `asked` for, one of `COMPRESSIONS`."""
+        if asked == "auto" or not self._is_parquet:
+            return None
+        found = self._finished.compression()
+        return None if found == asked else found
 
     def finished_tables(self, part: str, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of a part that the manifest names, with these columns, a few at a time; at least one table.

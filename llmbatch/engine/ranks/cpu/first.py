@@ -1,4 +1,4 @@
-"""The first rank of a host's cores as a platform, and what it starts the others with."""
+"""The first rank of a host's cores as a platform, and what starts the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first rank of several GPUs as a platform, and what it starts the others with."""
+"""The first rank of several GPUs as a platform, what starts the others, and the engine of all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmbatch.engine.ranks.collectives import HeadShare
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes, RankedGpuEngine, ToldFollowers
 from llmbatch.engine.ranks.gpu.meeting import Meeting, keep_at_exit
-from llmbatch.engine.ranks.gpu.messages import DeviceEngine, DeviceRank
+from llmbatch.engine.ranks.gpu.messages import DeviceEngineOrders, DeviceRank
 from llmbatch.engine.ranks.gpu.rank import run
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
 from llmbatch.engine.ranks.orders import EngineOrders, RankOrders
@@ -72,7 +72,7 @@ def ranked_engine(
     """
     collectives: Any = next(part for part in loaded.module.modules() if isinstance(part, HeadShare)).collectives
     device = loaded.device
-    team = teams.meet(DeviceEngine(EngineOrders(files=loaded.files, **pages), attention.name, recorder))
+    team = teams.meet(DeviceEngineOrders(EngineOrders(files=loaded.files, **pages), attention.name, recorder))
     keep_at_exit()
     return RankedGpuEngine(
         loaded,

@@ -34,10 +34,10 @@ class DeviceRank:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceEngine:
-    """What a rank on a device computes with."""
+class DeviceEngineOrders:
+    """What a rank on a device builds its part of the engine by."""
 
-    orders: EngineOrders
+    common: EngineOrders
     attention: AttentionName  # that the first one chose
     recorder: Callable[[], Recorder] | None  # None: nothing is recorded
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,10 +12,11 @@ from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.execution import Sequential
 from llmbatch.engine.gpu.followers import FollowedBatch, NoFollowers
 from llmbatch.engine.gpu.step_forward import StepForward
+from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.ranks.gpu.collectives import DeviceCollectives
 from llmbatch.engine.ranks.gpu.engine import AgreedTimes
 from llmbatch.engine.ranks.gpu.meeting import Meeting
-from llmbatch.engine.ranks.gpu.messages import DeviceEngine, DeviceRank, RankRecordings, RankScores
+from llmbatch.engine.ranks.gpu.messages import DeviceEngineOrders, DeviceRank, RankRecordings, RankScores
 from llmbatch.engine.ranks.gpu.shares import DeviceShare
 from llmbatch.engine.ranks.messages import receive
 from llmbatch.engine.ranks.reports import reporting
@@ -26,26 +26,29 @@ def run(own: DeviceRank) -> None:
     """Be one rank, by what is on standard input, to the end of the process."""
     collectives = DeviceCollectives(own.rank, own.orders.ranks)
     with reporting() as report_loaded, torch.inference_mode():
-        forward = _load(own, collectives, report_loaded)
-        if forward is None:
+        loaded = _load(own, collectives)
+        report_loaded()
+        engine: DeviceEngineOrders | None = receive(sys.stdin.buffer)
+        if engine is None:
             return
+        own.orders.check_files(loaded, engine.common.files)
+        forward = _build(loaded, engine, collectives)
         collectives.join(Meeting(own.port), forward.device)
         while (message := receive(sys.stdin.buffer)) is not None:
             _follow(message, forward, collectives)
 
 
-def _load(own: DeviceRank, collectives: DeviceCollectives, report_loaded: Callable[[], None]) -> StepForward | None:
-    """Load a rank's share, and take the memory of its pages; None where there is to be no engine."""
-    share, orders = DeviceShare(collectives), own.orders
+def _load(own: DeviceRank, collectives: DeviceCollectives) -> LoadedModel:
+    """Load a rank's share."""
+    share = DeviceShare(collectives)
     platform = replace(own.platform, share=share, pack=share.pack)
     platform.enter()
-    loaded = orders.load(platform)
-    report_loaded()
-    engine: DeviceEngine | None = receive(sys.stdin.buffer)
-    if engine is None:
-        return None
-    pages = engine.orders
-    orders.check_files(loaded, pages.files)
+    return own.orders.load(platform)
+
+
+def _build(loaded: LoadedModel, engine: DeviceEngineOrders, collectives: DeviceCollectives) -> StepForward:
+    """Take the memory of a rank's pages."""
+    pages = engine.common
     attention, _ = choose_attention(
         engine.attention,
         loaded.attention.values(),
