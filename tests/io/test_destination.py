@@ -47,6 +47,8 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_output_has_a_name() -> None:
     assert refusal("") == "an output must be a path or a URL, got ''"
+    stdout = "an output must be a path or a URL, got '-': the standard output takes no rows, name a file"
+    assert refusal("-") == stdout
 
 
 def test_an_output_of_a_protocol_that_nobody_knows_is_refused() -> None:

@@ -125,6 +125,14 @@ def test_as_many_rows_run_at_once_as_the_device_takes_or_as_are_asked_for(model:
     assert Worker.open(replace(options, engine="simulated", device="cuda")).scheduling.max_running == HOST.max_running
 
 
+def test_options_of_devices_that_a_simulated_engine_does_not_have_are_named(model: str) -> None:
+    asked = Options.build(model=model, prompt="text", engine="simulated", device="cuda", load_format="dummy")
+    assert Worker.open(asked).notes[-2:] == (
+        "device changes nothing for engine='simulated', which has no device",
+        "load_format changes nothing for engine='simulated', which has no device",
+    )
+
+
 def test_an_operator_evaluates_to_a_class_of_its_own(model: str) -> None:
     one, other = (cast(Any, LLMOperator(model=model, prompt="text", max_tokens=n)) for n in (1, 2))
     assert isinstance(one, type)

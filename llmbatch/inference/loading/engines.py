@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # what imports torch
     from llmbatch.engine.model.platform import Platform
     from llmbatch.engine.ranks.teams import RankTeams
 
+_OF_DEVICES: Final = ("device", "attention", "overlap", "load_format")  # options
+
 
 class SimulatedEngines(LoadedEngines):
     """Engines that compute nothing, for which no weights are needed."""
@@ -51,7 +53,10 @@ class SimulatedEngines(LoadedEngines):
         model = outline(
             folder, options.dtype, options.context_length, kv_cache_dtype=options.kv_cache_dtype
         ) or _describe(folder, options)
-        return cls(model, simulated_pool(model, options), HOST_RUNNING)
+        plain = {field.name: field.default for field in fields(options)}
+        unused = [name for name in _OF_DEVICES if getattr(options, name) != plain[name]]
+        notes = tuple(f"{name} changes nothing for engine='simulated', which has no device" for name in unused)
+        return cls(model, simulated_pool(model, options), HOST_RUNNING, notes)
 
     @cached_property
     def cost(self) -> CostModel:

@@ -48,6 +48,10 @@ class Destination:
         """Parse an output's path or URL. Raises `DataError` if the name cannot be that of an output."""
         if not url:
             raise DataError("an output must be a path or a URL, got ''")
+        if url == "-":
+            raise DataError(
+                "an output must be a path or a URL, got '-': the standard output takes no rows, name a file"
+            )
         protocol, path = split_protocol(url)
         if protocol in (None, "file", "local"):
             url = os.path.abspath(os.path.expanduser(path))
