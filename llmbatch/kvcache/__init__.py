@@ -8,6 +8,7 @@ __all__ = [
     "allocation",
     "contents",
     "eviction",
+    "growth",
     "page_pool",
     "page_trie",
     "page_worth",

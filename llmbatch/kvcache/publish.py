@@ -4,7 +4,7 @@ A sequence that ends gives up its pages before its last token is known to the sc
 pages stay, unnamed; nobody finds them. When the engine hands over the answer they get their names. A prompt that
 begins with an earlier prompt and its answer, the next turn of a conversation, finds them then. The last page, which is
 not full, gets the name of the tokens whose KV it has. The next turn goes on in that page, so it computes nothing again
-(`llmbatch.kvcache.allocation.find_tail`); of several that could go on there, the first does. The last token of an
+(`llmbatch.kvcache.growth.find_tail`); of several that could go on there, the first does. The last token of an
 answer has no KV, since nothing was computed upon it; nor have the tokens before it that a grammar forced with it.
 """
 

@@ -153,7 +153,10 @@ def _add_up(parent: Any, within: Any, pooled: Any, seen: Any, answered: Any, sto
 
 @compiled
 def survive(parent: Any, edges: Any, pooled: Any, answered: Any, curve: Any) -> None:
-    """Fill each table's curve, parents first."""
+    """Fill each table's curve, parents first.
+
+    Element by element: an assignment to a slice may fail, and what numba says then takes 4 s to compile.
+    """
     bins = edges.size - 1
     prior = _PRIOR_MEDIAN / (_PRIOR_MEDIAN + edges)
     risk, lean = np.empty(bins), np.empty(bins)  # rows in the bin: seen there, and those that follow `above`
@@ -168,20 +171,22 @@ def survive(parent: Any, edges: Any, pooled: Any, answered: Any, curve: Any) -> 
         if answered[t] < _ENOUGH:
             if t > 0:
                 above = _mixed(curve[parent[t], :, 0], above, prior, ended, censored)
-            lean[:] = _LEAN * (1.0 - answered[t] / _ENOUGH) * above[:bins]
+            leaning = _LEAN * (1.0 - answered[t] / _ENOUGH)
+            for b in range(bins):
+                lean[b] = leaning * above[b]
         s, sum1, sum2 = 1.0, 0.0, 0.0
         for b in range(bins):
             low, width = edges[b], float(edges[b + 1] - edges[b])
             hazard = (ended[b] + lean[b] * (1.0 - above[b + 1] / above[b])) / (risk[b] + lean[b])
             hazard = min(hazard, _MOST_HAZARD)
-            curve[t, b] = s, sum1, sum2
+            curve[t, b, 0], curve[t, b, 1], curve[t, b, 2] = s, sum1, sum2
             slope = s * hazard / width
             pairs = width * (width - 1) / 2
             squares = pairs * (2 * width - 1) / 3
             sum1 += width * s - slope * pairs
             sum2 += s * ((2 * low + 1) * width + 2 * pairs) - slope * ((2 * low + 1) * pairs + 2 * squares)
             s *= 1.0 - hazard
-        curve[t, bins] = s, sum1, sum2
+        curve[t, bins, 0], curve[t, bins, 1], curve[t, bins, 2] = s, sum1, sum2
 
 
 @compiled

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -32,9 +32,12 @@ from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.packing import pack_tokens
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.io.row_hash import hash_rows
+from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
+from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.merging import merge_equal
@@ -44,14 +47,18 @@ from llmbatch.preprocess.tokenization.tokenizer import TokenColumn
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.runtime.shard_run import ShardRun, run_shard
+from llmbatch.scheduler.beside.guest_steps import decide_prompts
+from llmbatch.scheduler.commit import advance
 from llmbatch.scheduler.decide import LATER_PHASES
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
+from llmbatch.scheduler.state import SchedulerState
+from llmbatch.scheduler.steering import STEERING
 from llmbatch.system.processes import await_beside, start_beside
 
 _NICE: Final = 10  # a tenth of a core where the job wants it
 _MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there
-_PHASES_LOCK: Final = "phases.lock"  # held by the job that compiles a part while it waits
+_LATER_LOCK: Final = "later.lock"  # held by the job that compiles a part while it waits
 _LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose number it has
 
 
@@ -94,8 +101,7 @@ class Compilation:
             self._say("these rows wait until planning and scheduling are compiled")
             with suppress(OSError, ValueError):  # it may have just begun
                 _hurry(int((code_folder() / _LOCK).read_text()))
-            rehearse_plan()
-            compile_phases(until=self._is_over)
+            compile_later(until=self._is_over)
             while not self._is_over():
                 time.sleep(0.05)
         if not _is_compiled():
@@ -110,7 +116,7 @@ def _is_compiled() -> bool:
 
 
 def rehearse() -> None:
-    """Run requests with prefixes in common, in a pool so small that some are preempted; as a job, and simulated."""
+    """Run requests with prefixes in common, in a pool so small that some are preempted."""
     hash_rows(pa.table({"text": ["a", None], "whole": [1, 2], "real": [0.5, 1.0], "list": [[1], [2]]}))
     requests, answers = _made()
     column = TokenColumn(requests.tokens, requests.offsets)
@@ -120,24 +126,41 @@ def rehearse() -> None:
     run.run()
     run.scheduler.decide_prompts(0.0)
     rehearse_plan()
+
+
+def rehearse_forecast() -> None:
+    """Run those requests by the clock."""
+    requests, answers = _made()
     run_shard(Workload.of(requests), SimulatedLoop(answers, _cost()), _POOL, _cost(), _SCHEDULING)
 
 
-def compile_phases(until: Callable[[], bool]) -> None:
-    """Compile the phases of a step from its third on; the other process begins with the first.
+def compile_later(until: Callable[[], bool]) -> None:
+    """Compile what the other process comes to late: the phases of a step from its third on, and what follows it.
 
     Stops when `until` says that all is compiled. Of several jobs that wait only one compiles.
     """
-    with (code_folder() / _PHASES_LOCK).open("a") as lock:
+    with (code_folder() / _LATER_LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        kinds = kind_of(_made_run(*_made()).scheduler.state), kind_of(0.0)
-        for phase in LATER_PHASES:
+        for function, kinds in _later():
             if until():
                 break
-            cast(Any, phase).compile(kinds)
+            function.compile(kinds)
+
+
+def _later() -> list[tuple[Any, tuple[Any, ...]]]:
+    """List functions, each with the types of what it is called with. No plan is made for them: that compiles, too."""
+    none, flags, reasons = np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.uint8)
+    trie = PageTrie(1, 0, none, none, none, none, none)
+    pages = PagePool.empty(1, trie, slots=1, width=1)
+    state = SchedulerState.idle(
+        none, pages, EqualPrompts.none(0), rates=_cost().rates, max_running=1, steering=STEERING
+    )
+    later: list[tuple[Any, tuple[Any, ...]]] = [(phase, (state, 0.0)) for phase in LATER_PHASES]
+    later += [(advance, (state, none, none, flags, 0, reasons, 0.0)), (decide_prompts, (state, none, none, 0.0))]
+    return [(function, tuple(map(kind_of, arguments))) for function, arguments in later]
 
 
 def _made_run(requests: RequestBatch, answers: NDArray[np.int32]) -> ShardRun:
@@ -181,7 +204,7 @@ def rehearse_plan() -> None:
 
 
 def main() -> None:
-    """Compile the scheduler, leave a mark, and go on with what is needed at a job's end. One process at a time."""
+    """Compile planner and scheduler, leave a mark, and go on with what forecasts need. One process at a time."""
     os.nice(_NICE)
     _share("self", _NICE)
     folder = code_folder()
@@ -196,6 +219,7 @@ def main() -> None:
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as mark:
             pass
         os.replace(mark.name, folder / _MARK)
+        rehearse_forecast()
 
 
 def _hurry(process: int) -> None:

@@ -48,7 +48,8 @@ from llmbatch.scheduler.beside.guests import take_waiting
 from llmbatch.scheduler.chunks import give_chunk, last_of_chunks, note_found
 from llmbatch.scheduler.forks import claim, fork
 from llmbatch.scheduler.room import fits, foresee, has_room, margin_of
-from llmbatch.scheduler.state import SchedulerState, SequenceRecord, stop_waiting, take_slot
+from llmbatch.scheduler.sequences import SequenceRecord, stop_waiting, take_slot
+from llmbatch.scheduler.state import SchedulerState
 
 _NOBODY_DUE, _PREEMPTED_DUE, _PREEMPTED_OVERDUE, _PASSED_DUE = range(4)
 _NEITHER, _PASSED_OVER = -1, -2  # in place of an end

@@ -7,11 +7,13 @@ that publishes it.
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kvcache.allocation import adopt, extend, find_tail, take_tail
+from llmbatch.kvcache.allocation import adopt
+from llmbatch.kvcache.growth import extend, find_tail, take_tail
 from llmbatch.kvcache.page_pool import room_for
 from llmbatch.perf_model.work import pairs_of
 from llmbatch.scheduler.admission_order import COMPUTE_END
-from llmbatch.scheduler.state import SchedulerState, SequenceRecord, StepBuilder, StepTotals
+from llmbatch.scheduler.sequences import SequenceRecord
+from llmbatch.scheduler.state import SchedulerState, StepBuilder, StepTotals
 
 
 @compiled

@@ -6,8 +6,8 @@ calls it many times inside one compiled loop. Both commit the step before they d
 Phases. `decide_step` runs these in order; each reads what the ones before it left:
 
 1. Decodes. Where steps have a bound, some of the job's may sit out (`decode_choice.choose_decodes`). Each of the others
-   gets the page of its next token (`commit.hold_decodes`). Where pages run out, the sequence that is cheapest to
-   compute again is preempted, and the decodes are counted again.
+   gets the page of its next token (`preemption.hold_decodes`). Where pages run out, the sequence that is cheapest
+   to compute again is preempted, and the decodes are counted again.
 2. Budget (`token_budget.step_tokens`). From the KV that these decodes read, and from the work that remains, follow the
    tokens that prefills may take; where steps have a bound, no more than it allows.
 3. Prefills. Guests get their chunks, and enter (`guest_steps.prefill_guests`). If each has one, each prefilling
@@ -19,8 +19,8 @@ Phases. `decide_step` runs these in order; each reads what the ones before it le
 5. Room for prompts (`_make_way`). Only under `Blend` with a closed-loop budget, and only if 3 did not close the step:
    where the pool is full of long answers and half the budget is unused, one long answer is preempted at a time, and 4
    runs again.
-6. A way on (`commit.unblock`). Where the step is still empty, something is admitted whatever the budget says, or the
-   newest prefill gives its pages back until the oldest has a chunk.
+6. A way on (`preemption.unblock`). Where the step is still empty, something is admitted whatever the budget says, or
+   the newest prefill gives its pages back until the oldest has a chunk.
 
 Forks (`llmbatch.scheduler.forks`) enter behind the chunks that end their prompt, before the next admission and at last.
 
@@ -44,15 +44,15 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 | of the state      | changed while deciding, by                      | changed between two steps, by                  |
 |-------------------|-------------------------------------------------|------------------------------------------------|
 | `run`             | `admission`, `guest_steps`, `chunks.give_chunk` | `commit.advance`, `lengthen`, `end_sequences`, |
-|                   | `commit.preempt`                                | `withdraw`, `expect_anew`; `Scheduler.attend`; |
+|                   | `preemption.preempt`                            | `withdraw`, `expect_anew`; `Scheduler.attend`; |
 |                   |                                                 | replaced by `rebind` and `grow`                |
-| `run.held`        | `state.take_slot`                               | `state.give_slot`, `commit.expect_anew`        |
-| `pages`           | `kvcache.allocation`, called by `admission`,    | `kvcache.allocation`, called by `commit`;      |
-|                   | `chunks` and `commit`                           | `kvcache.eviction.give_up`, `kvcache.publish`, |
+| `run.held`        | `sequences.take_slot`                           | `sequences.give_slot`, `commit.expect_anew`    |
+| `pages`           | `kvcache.allocation` and `growth`, called by    | `kvcache.allocation`, called by `commit`;      |
+|                   | `admission`, `forks`, `chunks`, `preemption`    | `kvcache.eviction.give_up`, `kvcache.publish`, |
 |                   |                                                 | `shared_reads.start_reading`, called by        |
 |                   |                                                 | `commit.advance`; `renumber.carry_pages`       |
-| `peak`            | `kv_forecast`, called by `admission`, `commit`  | `kv_forecast`, called by `commit`; replaced by |
-|                   |                                                 | `rebind` and `grow`                            |
+| `peak`            | `kv_forecast`, called by `admission` and        | `kv_forecast`, called by `commit`; replaced by |
+|                   | `preemption`                                    | `rebind` and `grow`                            |
 | `chunks`          | `chunks.give_chunk`, `chunks.note_found`; the   | nobody                                         |
 |                   | totals by this module                           |                                                |
 | `queue`, `passed` | `admission`, `forks.claim`                      | nobody; replaced by `Scheduler.enqueue` and    |
@@ -88,8 +88,8 @@ from llmbatch.scheduler.beside.guest_steps import (
     prompts_apart,
 )
 from llmbatch.scheduler.chunks import prefill
-from llmbatch.scheduler.commit import hold_decodes, preempt, unblock
 from llmbatch.scheduler.forks import fork
+from llmbatch.scheduler.preemption import hold_decodes, preempt, unblock
 from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, prices, prices_of, step_tokens
 from llmbatch.scheduler.victims import long_victim

@@ -23,7 +23,8 @@ from llmbatch.kvcache.allocation import fork_pages, name_sequence
 from llmbatch.scheduler.admission_order import place_aside, skip, take_aside
 from llmbatch.scheduler.chunks import note_found
 from llmbatch.scheduler.room import fits, foresee, margin_of
-from llmbatch.scheduler.state import SchedulerState, take_slot
+from llmbatch.scheduler.sequences import take_slot
+from llmbatch.scheduler.state import SchedulerState
 
 
 @compiled

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.calls import call
 from llmbatch.compilation.decorators import as_python, compiled
 from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.publish import EndedPages
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of, spared_of
-from llmbatch.scheduler.state import SchedulerState, SequenceTable
+from llmbatch.scheduler.sequences import SequenceTable
+from llmbatch.scheduler.state import SchedulerState
 
 
 class FinishReason(IntEnum):
@@ -61,6 +63,19 @@ class Step:
     # Likewise of window pages, where layers with windows have pages of their own (`llmbatch.kvcache.windows`); what
     # stands before a sequence's window is any page.
     window_tables: NDArray[np.int32] | None = None
+
+    @classmethod
+    def decided(cls, state: SchedulerState, index: int) -> Step:
+        """Write down the step that was decided, which has this number."""
+        pages = state.pages
+        columns, figures = call(_freeze, state)
+        return cls(
+            index=index,
+            **columns._asdict(),
+            **figures._asdict(),
+            block_tables=pages.tables,
+            window_tables=pages.windows.tables_of_step,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -185,7 +200,8 @@ def pack(state: SchedulerState) -> StepColumns:
     starts, counts = np.empty(total, np.int32), np.empty(total, np.int32)
     samples = np.empty(total, np.bool_)
     copies = np.empty((forks, 2), np.int32)
-    slots[:decodes], counts[:decodes], samples[:decodes] = run.decoding[:decodes], 1, True
+    for i in range(decodes):
+        slots[i], counts[i], samples[i] = run.decoding[i], 1, True
     i, fork = decodes, 0
     for chunk in range(chunks.totals[0].chunks):
         slots[i], counts[i], samples[i] = chunks.slots[chunk], chunks.counts[chunk], chunks.samples[chunk]
@@ -205,8 +221,7 @@ def pack(state: SchedulerState) -> StepColumns:
 
 
 @compiled
-def freeze(state: SchedulerState) -> tuple[StepColumns, StepFigures]:
-    """Write down the step that was decided, for an engine."""
+def _freeze(state: SchedulerState) -> tuple[StepColumns, StepFigures]:
     counts, totals, pages = state.run.counts[0], state.chunks.totals[0], state.pages
     used = pages.num_pages - pages.counts[0].free - pages.counts[0].unused
     figures = StepFigures(

@@ -18,7 +18,8 @@ from llmbatch.kvcache.page_pool import PagePool, path_of, room_for
 from llmbatch.kvcache.windows import least_window_pages, tail_begin, window_room
 from llmbatch.scheduler.beside.guest_memory import kept_free
 from llmbatch.scheduler.kv_forecast import expect, most
-from llmbatch.scheduler.state import SchedulerState, SequenceRecord
+from llmbatch.scheduler.sequences import SequenceRecord
+from llmbatch.scheduler.state import SchedulerState
 
 _CHUNKS: Final = 0.25  # of the window pages, the most that is left to the chunks of a step
 

@@ -39,27 +39,19 @@ from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
-from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoEndedQueue
+from llmbatch.scheduler.admission_order import EndRules, Passed, TwoEndedQueue
 from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
 from llmbatch.scheduler.beside.guest_steps import decide_prompts
-from llmbatch.scheduler.beside.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
+from llmbatch.scheduler.beside.guests import Arrivals, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, generated_by, lengthen, withdraw
 from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.forks import check_follows, claim_again
-from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
+from llmbatch.scheduler.kv_forecast import Lengths
 from llmbatch.scheduler.output import FinishedSequences as FinishedSequences
-from llmbatch.scheduler.output import FinishReason, Step, StepResult, freeze
-from llmbatch.scheduler.state import (
-    Limits,
-    SchedulerState,
-    SequenceTable,
-    StepBuilder,
-    check_lists,
-    is_done,
-    remaining_work,
-)
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
+from llmbatch.scheduler.state import SchedulerState, check_lists, is_done, remaining_work
 from llmbatch.scheduler.steering import STEERING, Steering
-from llmbatch.scheduler.token_budget import BudgetRules, FixedBudget
+from llmbatch.scheduler.token_budget import BudgetRules
 
 _SLOTS = 64  # to begin with
 _NONE = np.empty(0, np.int32)  # requests
@@ -86,34 +78,16 @@ class Scheduler:
 
         With `equal`, of requests with one prompt only the first computes it.
         """
-        self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
-        width = table_width(prompt_lengths, trie.page_size)
         self.steps: int = 0
-        self.state: SchedulerState = SchedulerState(
-            run=SequenceTable.empty(_SLOTS),
-            pages=PagePool.empty(
-                num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts, windows=windows
-            ),
-            peak=KVForecast.empty(_SLOTS),
-            chunks=StepBuilder.empty(_SLOTS, rates.reach),
-            queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
-            passed=Passed.empty(),
-            equal=equal or EqualPrompts.none(len(prompt_lengths)),
-            rules=EndRules.of(FromFront()),
-            budget=BudgetRules.of(FixedBudget()),
-            prompts=prompt_lengths,
-            limits=Limits(
-                float(num_pages * trie.page_size),
-                max_running,
-                margin=steering.lean_margin if rates.weights_share_memory else steering.margin,
-            ),
-            rates=rates,
-            remaining=remaining_work(0.0, 0.0),
-            steering=steering,
-            guests=GuestQueue.empty(),
-            latency=NO_LATENCY,
+        width, equal = table_width(prompt_lengths, trie.page_size), equal or EqualPrompts.none(len(prompt_lengths))
+        pages = PagePool.empty(
+            num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts, windows=windows
         )
+        self.state: SchedulerState = SchedulerState.idle(
+            prompt_lengths, pages, equal, rates=rates, max_running=max_running, steering=steering
+        )
+        self._taken: NDArray[np.bool_] = self.state.queue.taken
 
     def rebind(
         self,
@@ -215,12 +189,12 @@ class Scheduler:
 
     def unfinished(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return requests of the job admitted and not ended, and the tokens each has generated."""
-        records = self.state.run.slots[self._admitted()]
+        records = self.state.run.of_job
         return records["request"], (records["known"] - records["prompt"]).astype(np.int32)
 
     def computed(self) -> NDArray[np.int32]:
         """Count, for each of `unfinished`, the tokens that were ever computed or found in pages."""
-        records = self.state.run.slots[self._admitted()]
+        records = self.state.run.of_job
         return np.asarray(np.maximum(records["computed"], records["reached"]))
 
     def decide(self, now: float = 0.0) -> Step:
@@ -230,7 +204,7 @@ class Scheduler:
         self.attend()
         while not call(decide_step, self.state, float(self.steps)):
             self.grow()
-        return self._freeze()
+        return Step.decided(self.state, self.steps)
 
     def decide_prompts(self, now: float, held: Step | None = None) -> Step | None:
         """Decide a step of nothing but prompts of guests that are due, the most urgent first; None where there is none.
@@ -242,7 +216,8 @@ class Scheduler:
         while self.state.run.counts[0].free < guests.waiting:
             self.grow()
         slots, starts = (np.empty(0, np.int32),) * 2 if held is None else (held.slots[chunks], held.starts[chunks])
-        return self._freeze() if call(decide_prompts, self.state, slots, starts, float(self.steps)) else None
+        decided = call(decide_prompts, self.state, slots, starts, float(self.steps))
+        return Step.decided(self.state, self.steps) if decided else None
 
     def attend(self) -> None:
         """Estimate anew what outlived its estimate or was preempted, and widen tables; only between steps."""
@@ -316,23 +291,6 @@ class Scheduler:
         check_lists(self.state)
         check_follows(self.state)
 
-    def _admitted(self) -> NDArray[np.int32]:
-        run = self.state.run
-        slots = np.concatenate((run.running, run.waiting))
-        of_job: NDArray[np.int32] = slots[run.slots["of_job"][slots]]
-        return of_job
-
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:
         requests, generated = call(generated_by, self.state, slots)
         return np.ascontiguousarray(self._lengths.remaining(requests, generated).mean)
-
-    def _freeze(self) -> Step:
-        pages = self.state.pages
-        columns, figures = call(freeze, self.state)
-        return Step(
-            index=self.steps,
-            **columns._asdict(),
-            **figures._asdict(),
-            block_tables=pages.tables,
-            window_tables=pages.windows.tables_of_step,
-        )

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import llmbatch
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.grammars import Grammars
-from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
+from llmbatch.scheduler.preemption import preempt
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from llmbatch.structured import Structure
 from tests.support.models import tiny_config

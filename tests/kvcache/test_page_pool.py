@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmbatch.kvcache.allocation import admit_pages, extend, extend_by_one, release
+from llmbatch.kvcache.allocation import admit_pages, release
+from llmbatch.kvcache.growth import extend, extend_by_one
 from llmbatch.kvcache.page_pool import PagePool, path_of
 from tests.support.workloads import Workload
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbatch.kvcache.allocation import admit_pages, adopt, extend, release, slide_window
+from llmbatch.kvcache.allocation import admit_pages, adopt, release, slide_window
+from llmbatch.kvcache.growth import extend
 from llmbatch.kvcache.page_pool import PagePool, path_of, room_for
 from llmbatch.kvcache.windows import WindowPages, least_window_pages
 from tests.support.examples import examples

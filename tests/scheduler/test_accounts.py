@@ -25,7 +25,7 @@ from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.commit import preempt
+from llmbatch.scheduler.preemption import preempt
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.state import RemainingWork
 from llmbatch.scheduler.token_budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.beside.guests import Arrivals, Latency
-from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
+from llmbatch.scheduler.preemption import preempt
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from tests.support.examples import examples

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
-from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.preemption import preempt
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.scheduler.victims import long_victim

@@ -25,7 +25,8 @@ from llmbatch.scheduler.commit import advance, end_sequences
 from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.output import FinishReason, StepColumns, pack
 from llmbatch.scheduler.scheduler import Scheduler
-from llmbatch.scheduler.state import SchedulerState, SequenceTable, is_done
+from llmbatch.scheduler.sequences import SequenceTable
+from llmbatch.scheduler.state import SchedulerState, is_done
 
 # A row a step.
 STEP = np.dtype(

@@ -119,8 +119,8 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
         else:
             out[sitting] = slot
             sitting += 1
-    decoding[:riding] = kept[:riding]
-    decoding[riding : riding + sitting] = out[:sitting]
+    for i in range(riding + sitting):
+        decoding[i] = kept[i] if i < riding else out[i - riding]
     counts.riding = riding
 
 

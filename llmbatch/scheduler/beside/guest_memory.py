@@ -100,8 +100,8 @@ def _learn(guests: GuestQueue) -> None:
 @compiled
 def _seldom_above(values: NDArray[np.float64]) -> float:
     """Find the value that three tenths of the values exceed."""
-    place = len(values) - 1 - int(_ABOVE * len(values))
-    found: float = np.partition(values, place)[place]
+    # Guests are ranked by this sort, too; a selection of its own took 7 s to compile.
+    found: float = values[np.argsort(values, kind="mergesort")[len(values) - 1 - int(_ABOVE * len(values))]]
     return found
 
 

@@ -35,8 +35,9 @@ from llmbatch.scheduler.beside.decode_choice import prompt_seconds, step_bound
 from llmbatch.scheduler.beside.guest_memory import note_held
 from llmbatch.scheduler.beside.guests import least_slack, most_urgent, rank_guests, take_waiting
 from llmbatch.scheduler.chunks import give_chunk, is_forced
-from llmbatch.scheduler.commit import preempt
-from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
+from llmbatch.scheduler.preemption import preempt
+from llmbatch.scheduler.sequences import stop_waiting, take_slot
+from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, step_tokens
 from llmbatch.scheduler.victims import victim_for_guest
 
@@ -166,7 +167,8 @@ def _rank(state: SchedulerState) -> int:
             start, tokens = float(record.computed), record.known - record.computed
         seconds[i] = slowed * prompt_seconds(rates, start, float(tokens))
     ranks = rank_guests(guests.counts[0].clock, dues, seconds)
-    guests.ranks[:waiting] = ranks[:waiting]
+    for i in range(waiting):
+        guests.ranks[i] = ranks[i]
     guests.counts[0].late = int(np.count_nonzero(np.isfinite(dues) & (ranks > dues)))
     guests.counts[0].slack = least_slack(guests.counts[0].clock, dues, seconds, ranks)
     for i in range(begun):
