@@ -10,6 +10,7 @@ __all__ = [
     "decide",
     "output",
     "scheduler",
+    "sequences",
     "state",
     "steering",
     "token_budget",
