@@ -73,7 +73,7 @@ def build_shard(
     good[np.fromiter(errors, np.int64, len(errors))] = False
     rows = np.flatnonzero(good)
     recorded = _recorded(None if recorded_column is None else table[recorded_column], table.num_rows)
-    first, request_of_good = merge_equal(tokens, rows, resolved.params_index[rows], resolved.params)
+    first, request_of_good = _merge(tokens, rows, resolved, recorded)
     kept = rows[first]
     requests = _requests(tokens, kept, resolved, context_length, keys[kept], recorded[kept])
     request_of = np.full(table.num_rows, -1, np.int32)
@@ -170,6 +170,17 @@ def _check_vocabulary(resolved: ResolvedSampling, vocabulary: int, errors: dict[
         except ParameterError as error:
             for row in np.flatnonzero(resolved.params_index == number).tolist():
                 errors.setdefault(row, RowError("parameters", str(error)))
+
+
+def _merge(
+    column: TokenColumn, rows: NDArray[np.int64], resolved: ResolvedSampling, recorded: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Merge equal rows (`merge_equal`); recorded answers are equal only if they are equally long."""
+    index = resolved.params_index[rows].astype(np.int64)
+    most = np.array([one.max_tokens for one in resolved.params], np.int64)
+    answers, answer = np.unique(index << 32 | np.clip(recorded[rows], 1, most[index]), return_inverse=True)
+    params = [resolved.params[i] for i in (answers >> 32).tolist()]
+    return merge_equal(column, rows, answer.astype(np.int32), params)
 
 
 def _requests(

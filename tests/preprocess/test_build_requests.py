@@ -217,3 +217,18 @@ def test_recorded_lengths_may_be_of_any_integers(tokenizer: Tokenizer) -> None:
         recorded_column="n",
     )
     assert shard.requests.recorded.tolist() == [7, 3, 7]
+
+
+def test_equal_rows_share_a_request_only_where_their_recorded_lengths_agree(tokenizer: Tokenizer) -> None:
+    shard = build_shard(
+        pa.table({"p": ["a", "a", "a", "a", "a", "b"], "n": [3, 5, 3, None, 9, 5]}),
+        PromptSource(prompt="p"),
+        sampling=SamplingParams(max_tokens=7),
+        sampling_column=None,
+        tokenizer=tokenizer,
+        context_length=100,
+        vocabulary=258,
+        recorded_column="n",
+    )
+    assert shard.requests.recorded[shard.request_of].tolist() == [3, 5, 3, 7, 7, 5]
+    assert len(shard.requests) == 4
