@@ -21,18 +21,18 @@ def beside_relation(relation: Any, answered: pa.Table) -> Any:
     """
     rows = relation.query("asked", "select * from answered")
     items = []
-    for name, asked, given in zip(relation.columns, relation.types, rows.types):
-        quoted = '"' + name.replace('"', '""') + '"'
+    # `rows` has another name where two differ in nothing, or in case alone, as columns of joins do.
+    for name, asked, own, given in zip(relation.columns, relation.types, rows.columns, rows.types):
         if str(asked) == str(given):
-            items.append(quoted)
+            items.append(f"{_quoted(own)} as {_quoted(name)}")
             continue
         if any(lost in str(asked) for lost in _LOST):
             raise DataError(
                 f"a relation's columns must be of types that Arrow keeps, got {name!r} of {asked}: "
                 "cast it in the query, or set arrow_lossless_conversion"
             )
-        items.append(f"{quoted}::{asked} as {quoted}")
-    items += ['"' + name.replace('"', '""') + '"' for name in rows.columns[len(relation.columns) :]]
+        items.append(f"{_quoted(own)}::{asked} as {_quoted(name)}")
+    items += map(_quoted, rows.columns[len(relation.columns) :])
     return rows.project(", ".join(items))
 
 
@@ -54,3 +54,7 @@ def giving_back(batches: Generator[pa.RecordBatch]) -> Generator[pa.RecordBatch]
                 del batch
                 empty.execute("set memory_limit = '64MB'")
                 read = 0
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

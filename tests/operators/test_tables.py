@@ -120,6 +120,20 @@ def test_a_relation_of_duckdb_is_answered(operator: Any) -> None:
     assert answered.project("id, generated_text").fetchall() == [(1, TEXTS[0]), (2, TEXTS[1])]
 
 
+def test_columns_of_a_join_that_duckdb_takes_for_one_keep_their_values(operator: Any) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    relation = duckdb.sql(
+        "select * from (values (1, 'abc', 5, 8), (2, 'abd', 6, 9)) as a(id, text, Of, id_1) "
+        "left join (values (1, 'x', 7::hugeint)) as b(id, of, Error) on a.id = b.id order by a.id"
+    )
+    answered = operator(relation)
+    names = AnswerSchema().columns.names
+    names[names.index("error")] = "error_1"  # as DuckDB has it beside a column Error
+    assert answered.columns == [*relation.columns, *names]
+    assert answered.types[: len(relation.types)] == relation.types
+    assert [row[:8] for row in answered.fetchall()] == [(*row, text) for row, text in zip(relation.fetchall(), TEXTS)]
+
+
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
