@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
+from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Final, cast
@@ -63,7 +64,7 @@ def whole(name: str, value: object, least: int, most: int = INT64_MAX, *, rule: 
 
     Raises ParameterError. `rule` says in words what the least is.
     """
-    is_whole = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+    is_whole = isinstance(value, Integral) or (isinstance(value, Real | Decimal) and float(value).is_integer())
     if not is_whole or isinstance(value, bool):
         raise refusal(name, "be a whole number", value)
     number = int(cast("Any", value))
@@ -76,7 +77,7 @@ def whole(name: str, value: object, least: int, most: int = INT64_MAX, *, rule: 
 
 def finite(name: str, value: Any) -> float:
     """Return `value` as a float. Raises ParameterError."""
-    if not isinstance(value, bool) and isinstance(value, Real):
+    if not isinstance(value, bool) and isinstance(value, Real | Decimal):
         with contextlib.suppress(OverflowError):  # an int beyond what a float holds
             if math.isfinite(number := float(value)):
                 return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,18 @@ def test_a_bad_value_in_a_struct_is_an_error_of_its_row() -> None:
     resolved = resolve_sampling(column, BASE, rows=2)
     assert resolved.errors == {1: RowError("parameters", "max_tokens must be at least 1, got -3")}
     assert resolved.params_index.tolist() == [0, -1]
+
+
+def test_numbers_of_a_struct_may_be_decimals_which_is_what_duckdb_makes_of_them() -> None:
+    rows: list[dict[str, Any] | None] = [
+        {"temperature": Decimal("0.5"), "max_tokens": Decimal("3.0")},
+        {"temperature": Decimal("0.5"), "max_tokens": Decimal("3.5")},
+    ]
+    resolved = resolve_sampling(struct_column(rows), BASE, rows=2)
+    assert resolved.params == [SamplingParams.from_mapping({"temperature": 0.5, "max_tokens": 3}, BASE)]
+    assert [error.message for error in resolved.errors.values()] == [
+        "max_tokens must be a whole number, got Decimal('3.5')"
+    ]
 
 
 def test_an_unknown_field_of_a_struct_is_an_error_of_the_command() -> None:
