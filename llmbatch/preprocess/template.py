@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.preprocess.columns import Unreadable, is_text, nested_values, text_values
 from llmbatch.preprocess.tokenization.control_tokens import Controls, Spans
+
+_NARROW = {pa.float32(): np.float32, pa.float16(): np.float16}  # their numbers have fewer digits than Python's
 
 
 class Filled(NamedTuple):
@@ -67,7 +70,8 @@ class Template:
     def fill(self, table: pa.Table) -> Iterator[Filled | RowError]:
         """Fill in the text of each row; a null value, or one that cannot be written, is an error.
 
-        Values are written as `str` writes them; times to the microsecond, which is what Python has.
+        Values are written as `str` writes them; times to the microsecond, which is what Python has, and numbers of
+        float32 and float16 with the digits that these have: 0.1, not 0.10000000149011612.
         """
         columns = {name: list(_texts(table[name])) for name in self.columns}
         for row in zip(*(columns[name] for name in self.names), strict=True):
@@ -108,7 +112,11 @@ def _texts(column: pa.ChunkedArray) -> Iterator[str | Unreadable | None]:
     elif pa.types.is_duration(kind) or pa.types.is_time64(kind):
         kind = pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us")
         column = column.cast(kind, safe=False) if column.type.unit == "ns" else column
+    number = kind.value_type if pa.types.is_dictionary(kind) else kind
+    narrow = _NARROW.get(number, float)
     for value in text_values(column) if is_text(kind) else nested_values(column):
+        if isinstance(value, float):
+            value = narrow(value)
         yield value if value is None or isinstance(value, Unreadable) else str(value)
 
 

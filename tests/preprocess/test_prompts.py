@@ -204,6 +204,14 @@ def test_a_template_writes_every_scalar_as_python_does(raw: Tokenizer) -> None:
     assert texts_of(source, table, raw) == ["1|0.5|True|2024-05-06|2024-05-06 07:08:09|1.50|x"]
 
 
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32()])
+def test_a_template_writes_narrow_floats_with_the_digits_that_they_have(kind: pa.DataType, raw: Tokenizer) -> None:
+    numbers = pa.array([0.1, 1.0, -2.5, float("nan")]).cast(kind)
+    table = pa.table({"x": numbers, "d": numbers.dictionary_encode()})
+    expected = ["0.1|0.1", "1.0|1.0", "-2.5|-2.5", "nan|nan"]
+    assert texts_of(PromptSource(template="{x}|{d}"), table, raw) == expected
+
+
 def test_template_names_may_hold_spaces_and_dots_and_double_braces_are_braces(raw: Tokenizer) -> None:
     table = pa.table({"the question": ["Why?"], "meta.id": [7]})
     source = PromptSource(template="{{{meta.id}}} Q: {the question}\nA: {the question}")
