@@ -51,6 +51,14 @@ def test_two_formats_at_once_are_refused(tmp_path: Path) -> None:
     )
 
 
+@FORMATS
+def test_a_column_whose_name_the_library_needs_is_refused(tmp_path: Path, suffix: str) -> None:
+    """Its text was taken for the line that the row was read from, and answers were written into it."""
+    path = tmp_path / f"a{suffix}"
+    parquet(path, _llmbatch_line=["x}"]) if suffix == ".parquet" else jsonl(path, '{"_llmbatch_line": "x}"}')
+    assert refusal(str(path)) == "a column must not have a name of llmbatch's own, got '_llmbatch_line': rename it"
+
+
 def test_files_of_several_file_systems_are_one_input(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe_file("/inputs/b.jsonl", b'{"a": 2}')
     inputs = Dataset.resolve([jsonl(tmp_path / "a.jsonl", '{"a": 1}'), "memory://inputs/b.jsonl"])

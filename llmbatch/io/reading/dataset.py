@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.errors import DataError, StorageError
+from llmbatch.io.json_values import LINE
 from llmbatch.io.reading.discovery import InputFile, find_files
 from llmbatch.io.reading.hive import Partitions
 from llmbatch.io.reading.jsonl import JsonlFiles
@@ -73,6 +74,8 @@ class Dataset:
             )
         except StorageError as error:
             raise DataError(str(error)) from error
+        if LINE in content.schema.names:
+            raise DataError(f"a column must not have a name of llmbatch's own, got {LINE!r}: rename it")
         partitions = Partitions.of(
             [file.path for file in files], [file.folder_values for file in files], content.schema
         )
