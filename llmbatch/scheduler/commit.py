@@ -1,4 +1,4 @@
-"""What a step does to the sequences that run: pages for decodes, tokens taken note of, ends, preemption.
+"""What a step did to the sequences that run, taken note of: tokens, ends, and what is left to do.
 
 Compiled, because it touches every running sequence every step.
 """
