@@ -125,7 +125,7 @@ def rehearse() -> None:
     run = _made_run(requests, answers)
     run.run()
     run.scheduler.decide_prompts(0.0)
-    rehearse_plan()
+    _rehearse_plan()
 
 
 def rehearse_forecast() -> None:
@@ -191,7 +191,7 @@ class _WarmupObserver(TokenDropper):
         return super().after_step(finished)
 
 
-def rehearse_plan() -> None:
+def _rehearse_plan() -> None:
     """Plan those requests, and learn lengths."""
     requests, answers = _made()
     workload = Workload.of(requests)

@@ -89,10 +89,9 @@ from llmbatch.scheduler.beside.guest_steps import (
 )
 from llmbatch.scheduler.chunks import prefill
 from llmbatch.scheduler.forks import fork
-from llmbatch.scheduler.preemption import hold_decodes, preempt, unblock
+from llmbatch.scheduler.preemption import hold_decodes, long_victim, preempt, unblock
 from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, prices, prices_of, step_tokens
-from llmbatch.scheduler.victims import long_victim
 
 LATER_PHASES: Final = (prefill_guests, admit, fork, unblock)  # from the third on; they take what `decide_step` takes
 
@@ -187,7 +186,7 @@ def _make_way(state: SchedulerState, now: float) -> bool:
 
     Admitted for fewer tokens than they turn out to generate, they grow into the memory kept for the compute end.
     Computing one again takes less than the prompts that could not be computed meanwhile, also after it came back and
-    grew: `llmbatch.scheduler.victims.long_victim` bounds what is computed again by its length.
+    grew: `llmbatch.scheduler.preemption.long_victim` bounds what is computed again by its length.
     False when slots must be added first.
     """
     pages, queue, totals = state.pages, state.queue, state.chunks.totals[0]

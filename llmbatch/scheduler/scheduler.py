@@ -12,7 +12,7 @@ sample (`llmbatch.scheduler.commit.lengthen`). Guests may arrive between two ste
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
-(`llmbatch.scheduler.victims.long_victim`). A request whose prompt and longest answer exceed the pool must not be
+(`llmbatch.scheduler.preemption.long_victim`). A request whose prompt and longest answer exceed the pool must not be
 enqueued; under that condition a sequence that is alone always ends.
 
 Why every job ends. Tokens that are sampled are never lost. A step that preempts for a decode's next page spares the

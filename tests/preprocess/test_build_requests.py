@@ -204,9 +204,9 @@ def test_many_equal_rows_are_one_request(tokenizer: Tokenizer) -> None:
     assert not shard.request_of.any()
 
 
-def test_recorded_lengths_may_be_of_any_integers(tokenizer: Tokenizer) -> None:
-    table = pa.table({"p": ["a", "b", "c"], "n": pa.array([2**64 - 1, 3, None], pa.uint64())})
-    shard = build_shard(
+def _simulated(table: pa.Table, tokenizer: Tokenizer) -> RowRequests:
+    """Requests of a table whose column `n` says how long answers are, of 7 tokens at most."""
+    return build_shard(
         table,
         PromptSource(prompt="p"),
         sampling=SamplingParams(max_tokens=7),
@@ -216,19 +216,16 @@ def test_recorded_lengths_may_be_of_any_integers(tokenizer: Tokenizer) -> None:
         vocabulary=258,
         recorded_column="n",
     )
+
+
+def test_recorded_lengths_may_be_of_any_integers(tokenizer: Tokenizer) -> None:
+    table = pa.table({"p": ["a", "b", "c"], "n": pa.array([2**64 - 1, 3, None], pa.uint64())})
+    shard = _simulated(table, tokenizer)
     assert shard.requests.recorded.tolist() == [7, 3, 7]
 
 
 def test_equal_rows_share_a_request_only_where_their_recorded_lengths_agree(tokenizer: Tokenizer) -> None:
-    shard = build_shard(
-        pa.table({"p": ["a", "a", "a", "a", "a", "b"], "n": [3, 5, 3, None, 9, 5]}),
-        PromptSource(prompt="p"),
-        sampling=SamplingParams(max_tokens=7),
-        sampling_column=None,
-        tokenizer=tokenizer,
-        context_length=100,
-        vocabulary=258,
-        recorded_column="n",
-    )
+    table = pa.table({"p": ["a", "a", "a", "a", "a", "b"], "n": [3, 5, 3, None, 9, 5]})
+    shard = _simulated(table, tokenizer)
     assert shard.requests.recorded[shard.request_of].tolist() == [3, 5, 3, 7, 7, 5]
     assert len(shard.requests) == 4

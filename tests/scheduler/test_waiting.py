@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.preemption import preempt
+from llmbatch.scheduler.preemption import long_victim, preempt
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
-from llmbatch.scheduler.victims import long_victim
 from tests.scheduler.test_scheduler import least_pages, run, scheduler_for
 from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads

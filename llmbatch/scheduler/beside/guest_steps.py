@@ -35,11 +35,10 @@ from llmbatch.scheduler.beside.decode_choice import prompt_seconds, step_bound
 from llmbatch.scheduler.beside.guest_memory import note_held
 from llmbatch.scheduler.beside.guests import least_slack, most_urgent, rank_guests, take_waiting
 from llmbatch.scheduler.chunks import give_chunk, is_forced
-from llmbatch.scheduler.preemption import preempt
+from llmbatch.scheduler.preemption import preempt, victim_for_guest
 from llmbatch.scheduler.sequences import stop_waiting, take_slot
 from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, step_tokens
-from llmbatch.scheduler.victims import victim_for_guest
 
 
 @compiled
