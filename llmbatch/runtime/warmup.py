@@ -205,8 +205,7 @@ def _rehearse_plan() -> None:
 
 def main() -> None:
     """Compile planner and scheduler, leave a mark, and go on with what forecasts need. One process at a time."""
-    os.nice(_NICE)
-    _share("self", _NICE)
+    _make_way()
     folder = code_folder()
     with (folder / _LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -219,7 +218,14 @@ def main() -> None:
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as mark:
             pass
         os.replace(mark.name, folder / _MARK)
+        _make_way()  # a job that waited for this process may have hurried it
         rehearse_forecast()
+
+
+def _make_way() -> None:
+    """Have this process make way for others, or go on making way where it was started so."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    _share("self", _NICE)
 
 
 def _hurry(process: int) -> None:

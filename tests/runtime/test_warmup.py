@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,26 @@ def test_what_a_waiting_job_compiles_is_what_steps_call(function: Any) -> None:
 def test_a_waiting_job_compiles_nothing_once_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_later", lambda: [(None, ())])
     compile_later(until=lambda: True)
+
+
+def test_a_hurried_process_makes_way_again_once_no_job_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nice, seen = [0], []
+    monkeypatch.setattr(warmup, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(warmup, "_share", lambda process, nice: None)
+    monkeypatch.setattr(os, "getpriority", lambda which, process: nice[-1])
+    monkeypatch.setattr(os, "setpriority", lambda which, process, value: nice.append(value))
+
+    def hurried() -> None:
+        seen.append(nice[-1])
+        warmup._hurry(os.getpid())
+        seen.append(nice[-1])
+
+    monkeypatch.setattr(warmup, "rehearse", hurried)
+    monkeypatch.setattr(warmup, "rehearse_forecast", lambda: seen.append(nice[-1]))
+    warmup.main()
+    assert seen == [10, 0, 10]
 
 
 def test_of_jobs_that_wait_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
