@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
 
-from llmbatch.arguments import INT32_MAX, finite, flag, nearest, refusal, shown, text, whole
+from llmbatch.arguments import INT32_MAX, INT64_MAX, finite, flag, nearest, refusal, shown, text, whole
 from llmbatch.errors import ParameterError
 from llmbatch.structured import Structure
 
@@ -83,6 +83,8 @@ class SamplingParams:
             raise refusal("repetition_penalty", "be above 0 (1 changes nothing)", self.repetition_penalty)
         if self.min_tokens > self.max_tokens:
             raise refusal("min_tokens", f"be at most max_tokens, {self.max_tokens}", self.min_tokens)
+        if self.seed is not None and self.seed > INT64_MAX - self.n + 1:
+            raise refusal("seed", f"be at most {INT64_MAX - self.n + 1}, so that draw i of n has seed + i", self.seed)
         if self.ignore_eos and self.structured_outputs is not None:
             raise refusal("ignore_eos", "be left out with structured_outputs, whose answers end by themselves", True)
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from llmbatch.arguments import INT64_MAX, flag, json_fault, refusal, shown, text
+from llmbatch.arguments import flag, json_fault, refusal, shown, text
 from llmbatch.engine.model.outline import shape_of
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.inference.worker import Worker
@@ -60,7 +60,7 @@ class ApiRequest:
     def guest(self, draw: int, due: float, listener: GuestListener) -> Guest:
         """Make the guest of one draw; `due` is `time.monotonic` by which its first token is wanted."""
         requests, params = self.shard.requests, self.params
-        seed = None if params.seed is None else (params.seed + draw) % INT64_MAX
+        seed = None if params.seed is None else params.seed + draw
         told = None if draw else params.prompt_logprobs  # of the prompt the first draw tells
         return Guest(
             tokens=requests.tokens[requests.offsets[draw] : requests.offsets[draw + 1]],

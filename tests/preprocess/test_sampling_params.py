@@ -60,6 +60,10 @@ def test_a_temperature_above_zero_is_not_greedy() -> None:
         ({"logit_bias": {"5": 101}}, "logit_bias of token 5 must be at least -100 and at most 100, got 101"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"seed": 2**63}, "seed must be at most 9223372036854775807, got 9223372036854775808"),
+        (
+            {"seed": 2**63 - 2, "n": 3},
+            "seed must be at most 9223372036854775805, so that draw i of n has seed + i, got 9223372036854775806",
+        ),
         ({"stop": [1]}, "stop must be a string or a list of strings, got [1]"),
         ({"stop": ["a", ""]}, "stop must hold no empty string, got ['a', '']"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),

@@ -68,6 +68,11 @@ def test_draws_have_seeds_of_their_own_and_the_likeliest_answers_are_computed_on
     assert len({guest.serial for guest in echo.engine.submitted}) == 6
 
 
+def test_the_last_seed_is_none_of_the_others(echo: Served) -> None:
+    complete(echo, n=2, temperature=1.0, seed=2**63 - 2)
+    assert [guest.params.seed for guest in echo.engine.submitted] == [2**63 - 2, 2**63 - 1]
+
+
 @pytest.mark.parametrize("asked", [{}, {"n": 2}, {"n": 2, "temperature": 1.0}, {"stop": ["lo"]}, {"max_tokens": 3}])
 def test_the_pieces_of_a_stream_are_the_answer(echo: Served, asked: dict[str, Any]) -> None:
     whole = complete(echo, "héllo 🙂 hello", **asked)
