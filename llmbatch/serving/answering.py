@@ -81,14 +81,18 @@ class Answering(Response):
     async def _send(self, send: Send) -> None:
         status, body = 200, b""
         try:
-            row = self._writing.row(self._api_request, await self._reply.ends())
-            whole = answer_body(self._api_request.url, row, self._name, self._facts)
-            body = json.dumps(whole, ensure_ascii=False, allow_nan=False).encode()
+            body = await asyncio.to_thread(self._whole, await self._reply.ends())
         except Refused as refused:
             status, body = refused.status, json.dumps(refused.body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    def _whole(self, ends: list[GuestEnd]) -> bytes:
+        """Write the whole answer. Raises Refused. What is told of thousands of tokens takes seconds."""
+        row = self._writing.row(self._api_request, ends)
+        whole = answer_body(self._api_request.url, row, self._name, self._facts)
+        return json.dumps(whole, ensure_ascii=False, allow_nan=False).encode()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
@@ -113,14 +117,16 @@ class Answering(Response):
                 piece = texts[draw].add(said)
             if piece:
                 yield b"".join(chunks.text(index, piece) for index in places[draw])
+        yield await asyncio.to_thread(self._ending, chunks, [ends[draw] for draw in range(len(places))])
+
+    def _ending(self, chunks: Chunks, ends: list[GuestEnd]) -> bytes:
+        """Write what comes after the texts of a stream, likewise."""
         try:
-            row = writing.row(api_request, [ends[draw] for draw in range(len(places))])
+            row = self._writing.row(self._api_request, ends)
         except Refused as refused:
-            yield event(refused.body)
-        else:
-            yield b"".join(chunks.end(index, choice) for index, choice in enumerate(row["choices"]))
-            yield chunks.usage(usage_of(row))
-        yield DONE
+            return event(refused.body) + DONE
+        choices = (chunks.end(index, choice) for index, choice in enumerate(row["choices"]))
+        return b"".join((*choices, chunks.usage(usage_of(row)), DONE))
 
 
 def _places(api_request: ApiRequest) -> list[list[int]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from llmbatch.inference.answers.columns import AnswerColumns
 from tests.support.serving import Served
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -66,6 +69,28 @@ def test_draws_have_seeds_of_their_own_and_the_likeliest_answers_are_computed_on
     assert [guest.params.seed for guest in echo.engine.submitted[1:]] == [7, 8, 9]
     complete(echo, n=2, temperature=1.0)
     assert len({guest.serial for guest in echo.engine.submitted}) == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_long_to_write_keeps_nobody_waiting(
+    echo: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    begun, go, values = threading.Event(), threading.Event(), AnswerColumns.values
+
+    def write(columns: AnswerColumns, *asked: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return values(columns, *asked)
+
+    monkeypatch.setattr(AnswerColumns, "values", write)
+    with ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(lambda: list(complete(echo, stream=stream)))
+        try:
+            assert begun.wait(60)
+            assert httpx.get(f"{echo.url}/health").json() == {"status": "ok"}
+        finally:
+            go.set()
+        assert answer.result()
 
 
 def test_the_last_seed_is_none_of_the_others(echo: Served) -> None:
