@@ -51,6 +51,15 @@ def test_a_hundred_clients_that_hang_up_leave_the_engine(worker: Worker, held: E
         assert echo.client.completions.create(model=echo.model, prompt="hello").choices[0].text == "hello"
 
 
+def test_a_client_that_asked_for_more_is_heard_hanging_up(worker: Worker, held: EchoEngine, tmp_path: Path) -> None:
+    with served(worker, tmp_path, engine=held) as echo:
+        client = open_stream(echo.url, stream=False)
+        held.wait_until_submitted(1)
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        client.close()
+        held.wait_until_left(1)
+
+
 def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_forgotten(echo: Served) -> None:
     host, port = echo.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
