@@ -28,6 +28,7 @@ _OPEN: Final = ("/health", "/metrics")  # need no key
 _AT_ONCE: Final = 4  # bodies of the largest size that are in memory at one time
 _LOG: Final = logging.getLogger("uvicorn.error.http")
 _LOG.setLevel(logging.ERROR)
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # forms that are none are told of to who sent them
 _AHEAD: Final = 1 << 16  # bytes that may come of the next requests while one is answered
 _PACE: Final = 1 << 20  # bytes by which a body must come on within its time
 

@@ -124,6 +124,13 @@ def test_what_is_no_http_is_told_so_and_nobody_else_is(
     assert (capfd.readouterr().err, caplog.records) == ("", [])
 
 
+def test_an_upload_that_is_no_form_is_told_so_and_nobody_else_is(
+    echo: Served, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert post(echo, b"text", "/v1/files", "multipart/form-data; boundary=a").status_code == 400
+    assert (capfd.readouterr().err, caplog.records) == ("", [])
+
+
 def test_another_content_type_is_refused(echo: Served) -> None:
     answer = post(echo, b"{}", kind="text/plain")
     assert answer.status_code == 415
