@@ -236,6 +236,19 @@ def test_what_a_kill_left_of_a_batch_that_had_ended_is_removed(tmp_path: Path, s
     assert again.get(name)["status"] == status
 
 
+def test_what_a_kill_left_of_files_and_batches_that_nobody_knows_is_removed(tmp_path: Path) -> None:
+    files, batches = store(tmp_path, Jobs())
+    kept, lost = (files.add(BytesIO(LINES), "in", "batch")["id"] for _ in range(2))
+    name = added(files, batches, tmp_path)
+    (tmp_path / "files" / lost / "file.json").unlink()
+    (tmp_path / "batches" / name / "batch.json").unlink()
+    (tmp_path / "files" / "of_others").mkdir()
+    again, _ = store(tmp_path, Jobs())
+    assert [one["id"] for one in again.list()] == [kept]
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [kept, "of_others"]
+    assert list((tmp_path / "batches").iterdir()) == []
+
+
 def test_lines_that_fail_are_counted_apart_while_a_batch_runs(worker: Worker, tmp_path: Path) -> None:
     told: list[Any] = []
 

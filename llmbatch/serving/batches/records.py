@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -13,6 +15,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.storage.local import UNFINISHED, make_folder, sync_folder
 
 _LOCK: Final = "lock"
+_ID: Final = re.compile(r"(?:file-(?:(?:output|error)-batch_)?|batch_)[0-9a-f]{32}")  # of a folder here
 Record = dict[str, Any]
 
 
@@ -28,11 +31,18 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_records(folder: Path, name: str) -> dict[str, Record]:
-    """Read the record `name` in each folder of a folder, oldest first; passes over what is not whole."""
+    """Read the record `name` in each folder of a folder, oldest first; passes over what is not whole.
+
+    A kill may leave a folder that has no record yet, or none any more. Nobody knows of its name: it is removed.
+    """
     found = {}
-    for path in folder.glob(f"*/{name}"):
+    for place in folder.iterdir():
+        path = place / name
+        if _ID.fullmatch(place.name) and not path.exists():
+            shutil.rmtree(place, ignore_errors=True)
+            continue
         with contextlib.suppress(OSError, ValueError):
-            found[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
+            found[place.name] = json.loads(path.read_text(encoding="utf-8"))
     return dict(sorted(found.items(), key=lambda item: (item[1]["created_at"], item[0])))
 
 
