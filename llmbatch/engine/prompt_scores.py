@@ -3,7 +3,8 @@
 The logits at a token tell of the one after it. A step samples from few rows, and the logits of all others would take
 gigabytes at once: 2,048 rows of 256,000 tokens are 2 GB. So the hidden states of a step's rows are kept, and the head
 computes the logits of a slab of rows at a time. What a model does to logits after its head (scaling, soft caps) is in
-its own forward, so that runs with the decoder replaced by the states that are there.
+its own forward, so that runs with the decoder replaced by the states that are there. What it does to states before its
+head (MiniCPM3 divides them) was done to those: the head is given them as they are.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Head:
 
     def logits(self, states: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits [rows, vocabulary] of hidden states [1, tokens, hidden], a slab of rows at a time."""
-        decoder = self._module.base_model
+        decoder, slab = self._module.base_model, states
         own = vars(decoder).get("forward")
+        hook = self._module.get_output_embeddings().register_forward_pre_hook(lambda *_: (slab,))
         try:
             for slab in torch.split(states, _SLAB, dim=1):
                 decoder.forward = _gives(slab)
@@ -90,6 +92,7 @@ class Head:
                 # Its class's forward: an instance may have one that knows where the layers are.
                 yield type(self._module).forward(self._module, input_ids=ids, use_cache=False).logits[0]
         finally:
+            hook.remove()
             del decoder.forward
             if own is not None:
                 decoder.forward = own

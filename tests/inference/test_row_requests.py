@@ -91,7 +91,7 @@ def test_penalties_bias_and_least_tokens_are_those_of_transformers(folders: Any,
         assert [one["token_id"] for one in row["logprobs"]] == out.sequences[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "minicpm3"])  # the last one divides states before its head
 def test_log_probabilities_are_those_of_the_models_logits(folders: Any, family: str) -> None:
     folder, model = folders(family), tiny_model(family)
     rows = ask(folder, logprobs=3, prompt_logprobs=2)
@@ -112,6 +112,23 @@ def check(told: list[dict[str, Any]], tokens: list[int], expected: torch.Tensor,
         assert one["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
         best = row.topk(likely)
         assert [each["logprob"] for each in one["top"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_prompts_in_chunks_beside_others_that_are_told_of_more_are_told_of_as_alone(folders: Any) -> None:
+    texts, asked = [letter * 40 for letter in "abcdef"], [4, 0, 0, 2, 0, 4]
+    op: Any = llmbatch.LLMOperator(
+        model=folders("llama"), prompt="text", sampling_params="how", dtype="float32", device="cpu", kv_memory=2**24,
+        max_tokens=1, step_tokens=24,
+    )  # fmt: skip  # arguments in groups
+    rows = op(pa.table({"text": texts, "how": [{"prompt_logprobs": likely} for likely in asked]})).to_pylist()
+    model = tiny_model("llama")
+    for text, likely, row in zip(texts, asked, rows, strict=True):
+        ids = ids_of(folders("llama"), text)
+        with torch.no_grad():
+            whole = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        assert [len(one["top"]) for one in row["prompt_logprobs"]] == [likely] * 39
+        check(row["prompt_logprobs"], ids[1:], whole[:-1], likely=likely)
+        assert row["attempts"] == 1
 
 
 def test_what_is_told_of_many_tokens_comes_in_pieces(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,16 +172,19 @@ class TokenBuffers:
         return StepResult(tokens=tokens, finished=finished, forced=self._force(slots, requests, kept, finished))
 
     def note_prompt(self, slot: int, request: int, place: int, told: TokenLogprobs) -> None:
-        """Keep what is told of some tokens of a prompt, from a `place` on among all that are told of."""
+        """Keep what is told of some tokens of a prompt, from a `place` on among all that are told of.
+
+        `told` has the places that any prompt of the step wants, of which this one keeps those that it wants.
+        """
+        places = 1 + int(self.columns.prompt_logprobs[request])
         if slot not in self._prompts:
             wanted = int(self.requests.prompt_lengths[request] - self.requests.scored[request])
             self._prompts[slot] = TokenLogprobs(
-                np.full((wanted, told.tokens.shape[1]), -1, np.int32),
-                np.zeros((wanted, told.tokens.shape[1]), np.float32),
+                np.full((wanted, places), -1, np.int32), np.zeros((wanted, places), np.float32)
             )
         kept = self._prompts[slot]
-        kept.tokens[place : place + len(told.tokens)] = told.tokens
-        kept.values[place : place + len(told.tokens)] = told.values
+        kept.tokens[place : place + len(told.tokens)] = told.tokens[:, :places]
+        kept.values[place : place + len(told.tokens)] = told.values[:, :places]
 
     def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
         """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
