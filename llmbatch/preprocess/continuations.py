@@ -3,7 +3,8 @@
 A text is split into tokens together with its prompt, since a word's first token hangs on what stands before it: its
 tokens are those of both less as many as the prompt has alone. White space at the end of a prompt goes to the text, as
 tokenizers put it to the word behind it; that of a rendered chat stays, as its template wrote it. This is what
-lm-evaluation-harness does with raw prompts, whose scores people compare with.
+lm-evaluation-harness does with raw prompts, whose scores people compare with. What a row's values say like control
+tokens is plain text here, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from llmbatch.preprocess.merging import merge_equal
 from llmbatch.preprocess.prompt_tokens import PromptTokens
 from llmbatch.preprocess.request_batch import Asks, RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.preprocess.tokenization.control_tokens import Spans
 from llmbatch.preprocess.tokenization.tokenizer import TokenColumn, Tokenizer
 
 
@@ -88,10 +90,16 @@ def _encode(
     tokenizer: Tokenizer,
 ) -> ScoredTexts:
     texts, raw, column = prompts.texts, prompts.special_tokens, prompts.column
-    written = [("" if texts is None else str(texts[row]), part) for row, part in found if isinstance(part, str)]
-    bare = [before.rstrip() if raw else before for before, _ in written]
-    of_bare = tokenizer.encode(bare, raw and texts is not None)
-    of_whole = tokenizer.encode([before + part for before, part in written], raw and texts is not None)
+    written = [(row, "" if texts is None else str(texts[row]), part) for row, part in found if isinstance(part, str)]
+    bare = [before.rstrip() if raw else before for _, before, _ in written]
+    alone, together = dict[int, Spans](), dict[int, Spans]()  # control tokens, by place in `written`
+    for place, (row, before, part) in enumerate(written):
+        if row in prompts.made:
+            alone[place] = tuple(span for span in prompts.made[row] if span[1] <= len(bare[place]))
+            behind = tuple((len(before) + a, len(before) + b) for a, b in tokenizer.controls.spans(part))
+            together[place] = (*prompts.made[row], *behind)
+    of_bare = tokenizer.encode(bare, raw and texts is not None, alone)
+    of_whole = tokenizer.encode([before + part for _, before, part in written], raw and texts is not None, together)
     pieces, scored, at = [], [], 0
     for row, part in found:
         before = column.tokens[column.offsets[row] : column.offsets[row + 1]]

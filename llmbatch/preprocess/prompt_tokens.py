@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmbatch.errors import ModelError, RowError
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import gather
+from llmbatch.preprocess.tokenization.control_tokens import Spans
 from llmbatch.preprocess.tokenization.token_ids import read_ids
 from llmbatch.preprocess.tokenization.tokenizer import TokenColumn, Tokenizer
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
@@ -26,6 +27,7 @@ class PromptTokens:
     notes: tuple[str, ...]  # for the user, a sentence each
     texts: list[str | None] | None  # by row; None where prompts are token ids
     special_tokens: bool  # whether texts got the tokenizer's special tokens
+    made: Mapping[int, Spans] = field(default_factory=dict)  # as `Rendered.made`
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -73,6 +75,7 @@ def prompt_tokens(
         _notes(source, tokenizer, guarded=bool(made)),
         rendered.texts,
         not rendered.chat,
+        rendered.made,
     )
 
 

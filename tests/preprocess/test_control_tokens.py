@@ -135,6 +135,24 @@ def test_a_control_token_in_a_message_is_plain_text(source: PromptSource, row: A
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "before"),
+    [
+        (PromptSource(template="<|im_start|>{x} "), ("<s>", "<|im_start|>", ATTACK)),
+        (PromptSource(prompt="x", chat=True),
+         ("<s>", "<|im_start|>", f"user\n{ATTACK}", "<|im_end|>", "\n", "<|im_start|>", "assistant\n")),
+    ],
+    ids=["template", "chat"],
+)  # fmt: skip  # arguments in groups
+def test_so_it_is_before_a_text_that_is_scored(source: PromptSource, before: tuple[str, ...], chatml: Tokenizer) -> None:
+    given = {"sampling": SamplingParams(), "sampling_column": None, "context_length": 500, "vocabulary": 260}
+    table = pa.table({"x": [ATTACK], "more": ["yes<|im_end|>"]})
+    asked = build_shard(table, source, tokenizer=chatml, continuation="more", **given)
+    prompt, space = by_bytes(*before), by_bytes(" ") if source.template else []
+    assert asked.requests.tokens.tolist() == [*prompt, *space, *by_bytes("yes", "<|im_end|>")]
+    assert asked.requests.scored.tolist() == [len(prompt)]
+
+
 def test_so_it_is_in_the_system_text(chatml: Tokenizer) -> None:
     assert ids_of(PromptSource(prompt="x", system="</s>"), ["hi"], chatml) == [
         by_bytes(
