@@ -82,7 +82,7 @@ class Head:
 
     def logits(self, states: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits [rows, vocabulary] of hidden states [1, tokens, hidden], a slab of rows at a time."""
-        decoder, slab = self._module.base_model, states
+        decoder, slab = _decoder_of(self._module), states
         own = vars(decoder).get("forward")
         hook = self._module.get_output_embeddings().register_forward_pre_hook(lambda *_: (slab,))
         try:
@@ -103,6 +103,14 @@ class _Decoded(BaseModelOutputWithPast):
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+def _decoder_of(model: Any) -> Any:
+    """Find what a model's own forward takes states from: its base model, or what stands for it (Llama 4, OPT)."""
+    base = model.base_model
+    if base is model:
+        base = getattr(model, "language_model", model).model
+    return getattr(base, "decoder", base)
 
 
 def _gives(states: torch.Tensor) -> Any:

@@ -91,7 +91,8 @@ def test_penalties_bias_and_least_tokens_are_those_of_transformers(folders: Any,
         assert [one["token_id"] for one in row["logprobs"]] == out.sequences[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "minicpm3"])  # the last one divides states before its head
+# The others have a decoder elsewhere, or divide states before their head.
+@pytest.mark.parametrize("family", [*FAMILIES, "llama4", "llama4_images", "opt", "minicpm3"])
 def test_log_probabilities_are_those_of_the_models_logits(folders: Any, family: str) -> None:
     folder, model = folders(family), tiny_model(family)
     rows = ask(folder, logprobs=3, prompt_logprobs=2)
@@ -167,6 +168,22 @@ def test_scores_of_continuations_are_those_of_the_models_logits(folders: Any, fa
             assert row["continuation_logprob"][at] == pytest.approx(expected, abs=1e-4)
             assert row["num_continuation_tokens"][at] == len(rows)
             assert row["continuation_is_greedy"][at] == all(int(logits[i - 1].argmax()) == ids[i] for i in rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])  # the last two learn a position for each token
+def test_a_text_is_scored_that_has_a_token_more_than_the_context(folders: Any, family: str) -> None:
+    text, more = "abcde-fgh-" * 51 + "x", "yz"
+    op: Any = llmbatch.LLMOperator(
+        model=folders(family), prompt="text", continuation="more", dtype="float32", device="cpu", kv_memory=2**24
+    )
+    row = op(pa.table({"text": [text], "more": [more]})).to_pylist()[0]
+    ids = ids_of(folders(family), text + more)
+    assert len(ids) == 513
+    with torch.no_grad():
+        logits = tiny_model(family)(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+    expected = float(logits[-2, ids[-2]] + logits[-1, ids[-1]])
+    assert (row["error"], row["attempts"]) == (None, 1)
+    assert row["continuation_logprob"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_draws_are_those_of_rows_with_the_seeds_that_follow(folders: Any) -> None:

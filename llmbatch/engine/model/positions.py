@@ -3,6 +3,9 @@
 Some rotary embeddings choose their frequencies by the longest sequence of the batch, and one model counts positions
 from the first row of the step. Either would make an answer depend on its neighbours and on how its prompt is cut. Here
 frequencies are chosen once for the job (docs/decisions/0042), and such layers are told the positions of their tokens.
+
+A text that is scored may have a token more than the context, of which nothing is read. It is computed, too, so learned
+positions, of which models have as many as their context, are given one more.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ def fix_positions(model: nn.Module, context_length: int) -> tuple[str, ...]:
 
     Returns notes for the user, a sentence each.
     """
-    shorter = 0
+    shorter, tokens = 0, model.get_input_embeddings()  # type: ignore[operator]
     for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not tokens:
+            _add_position(module, context_length)
         if hasattr(module, "rope_type"):
             shorter = max(shorter, _fix_frequencies(module, context_length))
         if scales_by_position(getattr(module, "self_attn", None)):
@@ -38,6 +43,13 @@ def fix_positions(model: nn.Module, context_length: int) -> tuple[str, ...]:
 def scales_by_position(attention: Any) -> bool:
     """Tell whether attention scales queries by the positions of their tokens, which it takes from a cache."""
     return bool(getattr(attention, "attn_temperature_tuning", False)) and not getattr(attention, "use_rope", True)
+
+
+def _add_position(embedding: Any, context_length: int) -> None:
+    """Repeat the last of learned positions, if there are as many as the context has; OPT begins at an offset."""
+    weight: torch.Tensor = embedding.weight
+    if len(weight) == context_length + getattr(embedding, "offset", 0):
+        embedding.weight = nn.Parameter(torch.cat((weight, weight[-1:])), requires_grad=False)
 
 
 def _fix_frequencies(rotary: Any, context_length: int) -> int:
