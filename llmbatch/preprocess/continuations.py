@@ -9,6 +9,7 @@ tokens is plain text here, too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -92,12 +93,7 @@ def _encode(
     texts, raw, column = prompts.texts, prompts.special_tokens, prompts.column
     written = [(row, "" if texts is None else str(texts[row]), part) for row, part in found if isinstance(part, str)]
     bare = [before.rstrip() if raw else before for _, before, _ in written]
-    alone, together = dict[int, Spans](), dict[int, Spans]()  # control tokens, by place in `written`
-    for place, (row, before, part) in enumerate(written):
-        if row in prompts.made:
-            alone[place] = tuple(span for span in prompts.made[row] if span[1] <= len(bare[place]))
-            behind = tuple((len(before) + a, len(before) + b) for a, b in tokenizer.controls.spans(part))
-            together[place] = (*prompts.made[row], *behind)
+    alone, together = _control_tokens(prompts.made, written, bare, tokenizer)
     of_bare = tokenizer.encode(bare, raw and texts is not None, alone)
     of_whole = tokenizer.encode([before + part for _, before, part in written], raw and texts is not None, together)
     pieces, scored, at = [], [], 0
@@ -118,6 +114,23 @@ def _encode(
     tokens = np.concatenate([*pieces, np.empty(0, np.int32)]).astype(np.int32)
     rows = np.array([row for row, _ in found], np.int64)
     return ScoredTexts(TokenColumn(tokens, offsets), rows, np.array(scored, np.int32), errors)
+
+
+def _control_tokens(
+    made: Mapping[int, Spans], written: list[tuple[int, str, str]], bare: list[str], tokenizer: Tokenizer
+) -> tuple[dict[int, Spans], dict[int, Spans]]:
+    """Find the control tokens of prompts alone and with their texts, by place, where a prompt has texts of others.
+
+    `written` are row, prompt and text, `bare` the prompts alone. Those that a text itself spells are some.
+    """
+    alone: dict[int, Spans] = {}
+    together: dict[int, Spans] = {}
+    for place, (row, before, part) in enumerate(written):
+        if row in made:
+            alone[place] = tuple(span for span in made[row] if span[1] <= len(bare[place]))
+            behind = ((len(before) + begin, len(before) + end) for begin, end in tokenizer.controls.spans(part))
+            together[place] = (*made[row], *behind)
+    return alone, together
 
 
 def score_requests(

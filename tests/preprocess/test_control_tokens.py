@@ -144,10 +144,10 @@ def test_a_control_token_in_a_message_is_plain_text(source: PromptSource, row: A
     ],
     ids=["template", "chat"],
 )  # fmt: skip  # arguments in groups
-def test_so_it_is_before_a_text_that_is_scored(source: PromptSource, before: tuple[str, ...], chatml: Tokenizer) -> None:
-    given = {"sampling": SamplingParams(), "sampling_column": None, "context_length": 500, "vocabulary": 260}
+def test_so_it_is_before_a_scored_text(source: PromptSource, before: tuple[str, ...], chatml: Tokenizer) -> None:
+    given: dict[str, Any] = {"sampling": SamplingParams(), "sampling_column": None, "context_length": 500}
     table = pa.table({"x": [ATTACK], "more": ["yes<|im_end|>"]})
-    asked = build_shard(table, source, tokenizer=chatml, continuation="more", **given)
+    asked = build_shard(table, source, tokenizer=chatml, vocabulary=260, continuation="more", **given)
     prompt, space = by_bytes(*before), by_bytes(" ") if source.template else []
     assert asked.requests.tokens.tolist() == [*prompt, *space, *by_bytes("yes", "<|im_end|>")]
     assert asked.requests.scored.tolist() == [len(prompt)]
