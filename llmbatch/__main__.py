@@ -9,12 +9,14 @@ from functools import partial
 from typing import NoReturn
 
 from llmbatch.system.garbage import collect_seldom, end_process
+from llmbatch.system.standard_streams import make_streams_safe
 from llmbatch.system.tuning import tune_process
 
 
 def command() -> NoReturn:
     """Run the command line, and end the process with its exit status as soon as exit handlers have run."""
     collect_seldom()
+    make_streams_safe()
     try:
         tune_process()
         from llmbatch.cli.main import main

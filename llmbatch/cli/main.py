@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmbatch.cli.parser import ONLINE, make_parser
-from llmbatch.errors import InputError, JobStopped, LLMBatchError, StoppedEarly
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, StoppedEarly, StorageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _run(arguments: dict[str, Any]) -> int:
     if report.finished_before:
         _say(f"the output {report.output} is finished already; --restart starts over")
     if as_json:
-        print(json.dumps(report.to_dict()))
+        _print(json.dumps(report.to_dict()))
     elif not quiet and not report.finished_before:
         print(report.to_text(), file=sys.stderr)
     if report.rows and report.errors == report.rows:
@@ -82,7 +82,7 @@ def _explain(arguments: dict[str, Any]) -> int:
     given = _given(arguments)
     with _quiet_libraries():
         forecast = explain(given.pop("inputs"), **given)
-    print(json.dumps(forecast.to_dict()) if as_json else forecast.to_text())
+    _print(json.dumps(forecast.to_dict()) if as_json else forecast.to_text())
     return 0
 
 
@@ -93,7 +93,7 @@ def _simulate(arguments: dict[str, Any]) -> int:
     given = _given(arguments)
     with _quiet_libraries():
         report = simulate(given.pop("traces"), **given)
-    print(json.dumps(report.to_dict()) if as_json else report.to_text())
+    _print(json.dumps(report.to_dict()) if as_json else report.to_text())
     return 0
 
 
@@ -104,7 +104,7 @@ def _simulate_online(arguments: dict[str, Any]) -> int:
     given = _given(arguments)
     with _quiet_libraries():
         report = simulate_online(given.pop("online"), **given)
-    print(json.dumps(report.to_dict()) if as_json else report.to_text())
+    _print(json.dumps(report.to_dict()) if as_json else report.to_text())
     return 0
 
 
@@ -151,6 +151,16 @@ def _quiet_libraries() -> Any:
             yield
     finally:
         ours.removeHandler(shown)
+
+
+def _print(result: str) -> None:
+    """Write to standard output. Who reads it may have gone. Raises StorageError where it cannot be written."""
+    try:
+        print(result, flush=True)
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise StorageError(f"standard output must take what is printed, but it cannot be written: {error}") from None
 
 
 def _say(sentence: str) -> None:

@@ -39,7 +39,7 @@ def collect_seldom() -> None:
 def end_process(status: int = 0) -> NoReturn:
     """End this process with an exit status as soon as exit handlers have run."""
     atexit._run_exitfuncs()
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):  # results were flushed when they were printed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)

@@ -90,6 +90,19 @@ def test_help_tells_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {status}" in said
 
 
+def test_figures_that_cannot_be_written_are_an_error(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows(1))
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(job.command("--quiet", "--json")) == 1
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert capfd.readouterr().err.startswith("llmbatch: standard output must take what is printed, but it cannot be ")
+
+
 def test_who_interrupts_before_a_command_can_hear_it_sees_a_sentence() -> None:
     program = """
 import llmbatch.__main__ as process
