@@ -182,7 +182,7 @@ class AnswerStream(AnswerSink, Generic[C]):
             return self._has_room()
 
     def _window(self, number: int, table: pa.Table) -> Window:
-        keys = np.arange(self._first, self._first + table.num_rows, dtype=np.uint64)
+        keys = self._shared.number(table.num_rows)
         return self._shared.worker.window(
             table,
             number=number,

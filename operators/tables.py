@@ -157,7 +157,11 @@ def _of_datasets(batch: Any, read: frozenset[str]) -> Batch | None:
     table = wanted.with_format("arrow")[:]
 
     def back(answers: pa.Table) -> Any:
-        return datasets.concatenate_datasets([batch, datasets.Dataset(answers)], axis=1)
+        told = datasets.Dataset(answers)
+        if len(batch) == 0:  # concatenation leaves out what has no rows, and its columns
+            kinds = datasets.Features({**batch.features, **told.features})
+            return datasets.Dataset.from_dict({name: [] for name in kinds}, kinds)
+        return datasets.concatenate_datasets([batch, told], axis=1)
 
     return Batch(outline(batch.column_names, table.schema), table, back)
 

@@ -7,12 +7,15 @@ engine back, so that one may feed the other.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from llmbatch.inference.options import Options
 from llmbatch.inference.table_worker import AnsweredTable, TableWorker
@@ -32,6 +35,7 @@ class LockedWorker:
         self.changed = threading.Condition()  # whether the engine is in use, and whatever its users wait for
         self._used = False
         self._told: set[str] = set()
+        self._numbered = int.from_bytes(os.urandom(7), "little")  # another number in each process
 
     @contextmanager
     def engine(self, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -50,10 +54,17 @@ class LockedWorker:
                     self._used = False
                     self.changed.notify_all()
 
+    def number(self, rows: int) -> NDArray[np.uint64]:
+        """Give rows numbers that no others have, uint64 [rows]: equal ones of two tables draw for themselves."""
+        with self.changed:
+            first = self._numbered
+            self._numbered += rows
+        return np.arange(first, first + rows, dtype=np.uint64)
+
     def answer(self, table: pa.Table) -> AnsweredTable:
         """Answer a table in one plan, when the engine is free; log what the user should know, once."""
         with self.engine():
-            answered = self.worker.answer(table)
+            answered = self.worker.answer(table, keys=self.number(table.num_rows))
         for note in answered.report.notes:
             kind = _NUMBERS.sub("", note)  # some count the rows of a table
             if kind not in self._told:

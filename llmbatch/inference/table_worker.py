@@ -181,14 +181,16 @@ class TableWorker(ABC):
         """Return the figures of a forecast (`llmbatch.jobs.forecast`) that is made elsewhere; None: it is made here."""
         return None
 
-    def answer(self, table: pa.Table, progress: Progress | None = None) -> AnsweredTable:
-        """Return the table with its answers' columns, rows in their order."""
+    def answer(
+        self, table: pa.Table, progress: Progress | None = None, keys: NDArray[np.uint64] | None = None
+    ) -> AnsweredTable:
+        """Return the table with its answers' columns, rows in their order. `keys` as in `shard`: positions if None."""
         self.check(table.schema)
         before = self.load_seconds
         begun = time.perf_counter()
         self.load()
         loading = self.load_seconds - before
-        keys = np.arange(table.num_rows, dtype=np.uint64)
+        keys = np.arange(table.num_rows, dtype=np.uint64) if keys is None else keys
         window = self.window(table, keys=keys, contents=keys)
         progress = progress or Silence()
         notes = (*self.notes, *window.shard.notes)

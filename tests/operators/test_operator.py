@@ -42,6 +42,17 @@ def test_a_second_table_is_answered_like_the_first(operator: Any) -> None:
     assert operator(TABLE).equals(operator(TABLE))
 
 
+def test_equal_rows_of_two_calls_draw_for_themselves_unless_there_is_a_seed(model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 20, "kv_memory": 2**24, "ignore_eos": True}
+    drawn: Any = LLMOperator(**asked, temperature=1.0)
+    table = pa.table({"text": ["Say something."] * 3})
+    texts = [answer for _ in range(2) for answer in drawn(table)["generated_text"].to_pylist()]
+    texts += [answer for _ in range(2) for answer in drawn.stream(table).read_all()["generated_text"].to_pylist()]
+    assert len(set(texts)) == len(texts)
+    seeded: Any = LLMOperator(**asked, temperature=1.0, seed=1)
+    assert seeded(table)["generated_text"].equals(seeded(table)["generated_text"])
+
+
 def test_what_the_user_should_know_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny_model_folder(tmp_path, "llama", chat_template=CHAT_TEMPLATE)
     answer: Any = LLMOperator(model=folder, prompt="text", max_tokens=1, kv_memory=2**24, dtype="float32")

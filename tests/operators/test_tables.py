@@ -177,6 +177,12 @@ def test_rows_of_a_dataset_are_answered_together_or_not_at_all(operator: Any) ->
         rows.map(operator)
 
 
+def test_a_dataset_without_rows_has_the_columns_of_answers(operator: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["abc", "abd"]})
+    assert operator(rows.select([])).features == operator(rows).features
+
+
 def test_what_of_datasets_is_no_table_is_refused_with_the_way_that_works(operator: Any) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["abc", "abd"]})
