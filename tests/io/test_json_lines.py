@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +76,18 @@ def test_numbers_of_parquet_that_are_not_finite_are_null_and_the_same_row(job: J
     with begun() as answered:
         job.run()
     assert answered == {"c", "d"}
+
+
+@pytest.mark.parametrize("name", ["out", "out.jsonl"])
+@pytest.mark.parametrize("count", [0, 3])
+def test_tensors_of_which_arrow_makes_no_empty_array_are_columns(job: Job, name: str, count: int) -> None:
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12.0).reshape(3, 2, 2))[:count]
+    job = job.to(name)
+    job.write(rows(count).append_column("x", tensors))
+    assert job.run().rows == count
+    assert job.run().finished_before
+    if not job.out.suffix:
+        assert pq.read_table(job.out)["x"].combine_chunks().equals(tensors)
 
 
 def test_objects_with_keys_of_their_own_are_kept_as_text(model: str, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class RowReader:
             elif first < last:
                 pieces.append(self._part(index, first - begin, last - first))
         tables = [piece if isinstance(piece, pa.Table) else piece.result() for piece in pieces]
-        return pa.concat_tables(tables) if tables else self.schema.empty_table()
+        return pa.concat_tables(tables) if tables else pa.Table.from_batches([], self.schema)
 
     def close(self) -> None:
         """Close the file that is being read. Nothing can be read afterwards."""

@@ -103,7 +103,7 @@ class Finished:
         size = to.folder.size(part) or 0
         file = InputFile(to.folder, part, "JSONL", CODECS[to.suffix], size, {}, ())
         rows = JsonlFiles((file,), schema, (manifest["parts"][0]["rows"],), size).batches(0, 0, columns)
-        return chain([pa.schema([schema.field(name) for name in columns]).empty_table()], rows)
+        return chain([pa.Table.from_batches([], pa.schema([schema.field(name) for name in columns]))], rows)
 
     def compression(self) -> str | None:
         """Name the compression of its Parquet, as `COMPRESSIONS` do, or return None where no values are there."""

@@ -63,7 +63,7 @@ class Parquet:
             schema = file.schema_arrow
             chosen = None if columns is None else _those_in(schema.names, columns)
             if not file.num_row_groups:
-                yield _select(schema.empty_table(), columns)
+                yield _select(pa.Table.from_batches([], schema), columns)
             for index in range(file.num_row_groups):
                 yield _select(file.read_row_group(index, columns=chosen), columns)
 
@@ -87,7 +87,7 @@ class Arrow:
     def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         """Yield a table for each record batch."""
         with pa.ipc.open_stream(stream) as batches:
-            yield _select(batches.schema.empty_table(), columns)
+            yield _select(pa.Table.from_batches([], batches.schema), columns)
             for batch in batches:
                 yield _select(pa.Table.from_batches([batch]), columns)
 

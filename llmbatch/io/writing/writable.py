@@ -14,7 +14,7 @@ from llmbatch.io.writing.formats import StagedFormat
 def check_schema(schema: pa.Schema, kind: StagedFormat, *, parquet: bool) -> None:
     """Raise `DataError` if a column of this type cannot be written, staged as `kind`."""
     for field in schema:
-        probe = pa.schema([field]).empty_table()
+        probe = pa.Table.from_batches([], pa.schema([field]))
         if not parquet:  # how deep a type is shows with the first row
             probe = pa.table([pa.nulls(1, field.type)], names=[field.name])
         try:
