@@ -13,5 +13,6 @@ __all__ = [
     "measurements",
     "memory",
     "processes",
+    "standard_streams",
     "tuning",
 ]

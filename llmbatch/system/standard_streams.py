@@ -22,7 +22,7 @@ def make_streams_safe() -> None:
 class _Forgiving(io.FileIO):
     """A file that drops what cannot be written: to a pipe that nobody reads, a terminal that is gone, a full disk."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError:
