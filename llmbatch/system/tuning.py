@@ -27,9 +27,9 @@ def tune_process() -> None:
     - `GOMP_SPINCOUNT=10000`, unless it is set: idle threads of OpenMP sleep soon. No effect once torch is imported.
     - numba runs on the threads of OpenMP, as torch does, unless `NUMBA_THREADING_LAYER_PRIORITY` is set: the process
       has one pool of workers, and none of them spins against another.
-    - The C library keeps up to 1 GB of freed memory (glibc; docs/decisions/0007).
+    - The C library keeps freed memory, up to 1 GB for each of its heaps (glibc; docs/decisions/0007).
     """
-    if os.environ.get("LLMBATCH_TUNE") == "0":
+    if _is_off():
         return
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
@@ -43,9 +43,26 @@ def _keep_freed_memory() -> None:
     """Reuse blocks of up to 32 MB instead of returning them: a step's activations are as large as the last's.
 
     Freed, they would go back to the system and come again page by page, cleared, in every layer of every step
-    (docs/decisions/0007). glibc only; up to 1 GB of freed memory stays with the process.
+    (docs/decisions/0007). glibc only; a heap keeps up to 1 GB of freed memory.
     """
-    if platform.libc_ver()[0] == "glibc":
+    if _has_glibc():
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what `tune_process` has the C library keep, of all heaps: some tens of milliseconds.
+
+    Threads take heaps in turn. Where threads come and go, each heap would keep what one of them had.
+    """
+    if _has_glibc() and not _is_off():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _has_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
+
+
+def _is_off() -> bool:
+    return os.environ.get("LLMBATCH_TUNE") == "0"

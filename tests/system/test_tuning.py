@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -45,3 +46,36 @@ def test_tuning_is_switched_off_by_the_environment() -> None:
 def test_tuning_reaches_numba_where_it_is_there_already() -> None:
     asked = "import numba\nassert numba.config.THREADING_LAYER_PRIORITY[0] == 'omp'"
     assert environment_after(f"import numba\n{TUNE}\n{asked}") == environment_after(TUNE)
+
+
+KEEPS = """
+import threading
+import numpy as np
+from llmbatch.system.tuning import give_back_freed_memory, tune_process
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 >> 20
+
+def work():
+    blocks = [np.ones(1 << 20) for _ in range(20)]
+    last = np.ones(1)
+    del blocks
+
+tune_process()
+before = resident()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+kept = resident() - before
+give_back_freed_memory()
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep nothing")
+def test_memory_that_ended_threads_freed_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEPS], check=True, capture_output=True, text=True)
+    kept, left = map(int, done.stdout.split())
+    assert kept > 100, "there is nothing to give back"
+    assert left < 20
