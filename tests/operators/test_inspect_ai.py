@@ -45,9 +45,9 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     answer = Worker.answer
 
-    def counted(self: Worker, table: pa.Table, *others: Any) -> AnsweredTable:
+    def counted(self: Worker, table: pa.Table, *others: Any, **rest: Any) -> AnsweredTable:
         counts.append(table.num_rows)
-        return answer(self, table, *others)
+        return answer(self, table, *others, **rest)
 
     monkeypatch.setattr(Worker, "answer", counted)
     return counts
