@@ -181,7 +181,20 @@ def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:
     worker.check(known)
     if _SHARD in known.names:
         raise DataError(f"the dataset has a column {_SHARD!r}, which map_dataset needs: rename it")
+    for field in known:
+        _check_sorted(field)
     return known
+
+
+def _check_sorted(field: pa.Field) -> None:
+    """Raise DataError where Ray's sort would end in a traceback, after the model was loaded: Arrow takes no rows."""
+    try:
+        pa.nulls(1, field.type).take(pa.array([0]))
+    except pa.ArrowNotImplementedError:
+        raise DataError(
+            f"columns must be of types that Arrow can sort along, got {field.name!r} of {field.type}: cast it first, "
+            "as in ds.map_batches(lambda table: table.cast(schema), batch_format='pyarrow')"
+        ) from None
 
 
 def _planned(ds: ray.data.Dataset, options: Options, concurrency: Any, num_gpus: Any, *, quiet: bool) -> Options:

@@ -6,6 +6,7 @@ All that needs Ray is here: it takes seconds to start, and its processes some mo
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
 from llmbatch.inference.answers.schema import AnswerSchema  # noqa: E402
 from llmbatch.inference.planners import outliner_options  # noqa: E402
 from llmbatch.operators.ray import device_plan, map_dataset  # noqa: E402
-from llmbatch.operators.ray.dataset import _planner, _worker  # noqa: E402
+from llmbatch.operators.ray.dataset import _check_sorted, _planner, _worker  # noqa: E402
 from llmbatch.operators.ray.sharding import Shards  # noqa: E402
 from tests.support.models import chat_model_folder  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
@@ -185,6 +186,16 @@ def test_what_is_wrong_is_said_before_anything_runs(model: str) -> None:
         DataError, match=r"^the dataset has a column '_llmbatch_shard', which map_dataset needs: rename it$"
     ):
         map_dataset(taken, op, concurrency=1)
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string_view()), pa.run_end_encoded(pa.int32(), pa.string())], ids=str)
+def test_a_column_that_cannot_be_sorted_along_is_refused_with_a_way_out(kind: pa.DataType) -> None:
+    """Tables with such a column are no argument of tasks within pytest, where Ray refuses to pickle them."""
+    for other in (pa.list_view(pa.string()), pa.map_(pa.string(), pa.int8()), pa.fixed_shape_tensor(pa.int8(), (2,))):
+        _check_sorted(pa.field("seen", other))
+    expected = f"columns must be of types that Arrow can sort along, got 'seen' of {kind}: cast it first, "
+    with pytest.raises(DataError, match=f"^{re.escape(expected)}"):
+        _check_sorted(pa.field("seen", kind))
 
 
 def test_what_is_no_dataset_is_refused_with_what_makes_one(model: str) -> None:
