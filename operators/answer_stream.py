@@ -31,7 +31,6 @@ from llmbatch.operators.row_windows import C, ChunkKind, RowWindows
 from llmbatch.operators.workers import LockedWorker
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.cancel_signal import Cancelled, CancelSignal
-from llmbatch.system.tuning import give_back_freed_memory
 
 _live: weakref.WeakSet[AnswerStream[Any]] = weakref.WeakSet()
 
@@ -204,8 +203,6 @@ class AnswerStream(AnswerSink, Generic[C]):
             pass
         except BaseException as error:  # raised in the thread that takes windows
             self._error = error
-        if self._over or self._closed:  # the next stream's threads may have other heaps
-            give_back_freed_memory()
         with self._changed:
             del self._threads["engine"]
             self._changed.notify_all()

@@ -2,6 +2,9 @@
 
 Calls come from many threads: Polars reads two frames of a query at once. A call that has nothing to run gives the
 engine back, so that one may feed the other.
+
+The C library keeps what an engine frees, in a heap of the thread that used it (docs/decisions/0007). Another thread has
+another heap, so it first gives back what the one before has left: else each of many threads would keep as much.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 from llmbatch.inference.options import Options
 from llmbatch.inference.table_worker import AnsweredTable, TableWorker
 from llmbatch.remote.opening import open_worker
+from llmbatch.system.tuning import give_back_freed_memory
 
 _NUMBERS = re.compile(r"[\d,.]+")
 _log = logging.getLogger("llmbatch")
@@ -34,6 +38,7 @@ class LockedWorker:
         self.worker = worker
         self.changed = threading.Condition()  # whether the engine is in use, and whatever its users wait for
         self._used = False
+        self._thread: int | None = None  # that used it last
         self._told: set[str] = set()
         self._numbered = int.from_bytes(os.urandom(7), "little")  # another number in each process
 
@@ -47,12 +52,20 @@ class LockedWorker:
             else:
                 got = self._used = True
         try:
+            if got:
+                self._leave_no_freed_memory()
             yield got
         finally:
             if got:
                 with self.changed:
                     self._used = False
                     self.changed.notify_all()
+
+    def _leave_no_freed_memory(self) -> None:
+        """Give back what another thread freed that used the engine before this one."""
+        last, self._thread = self._thread, threading.get_native_id()
+        if last not in (None, self._thread):
+            give_back_freed_memory()
 
     def number(self, rows: int) -> NDArray[np.uint64]:
         """Give rows numbers that no others have, uint64 [rows]: equal ones of two tables draw for themselves."""

@@ -100,15 +100,6 @@ def test_who_stops_reading_ends_the_stream_and_frees_the_engine(operator: Any) -
     assert operator(pa.Table.from_batches([rows_of(3)])).num_rows == 3
 
 
-def test_a_stream_gives_back_freed_memory_once_when_it_ends(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(answer_stream, "give_back_freed_memory", lambda: given.append(read.rows))
-    read = Read()
-    operator.stream(read.reader, window_rows=20).read_all()
-    ended()
-    assert given == [ROWS]
-
-
 def test_a_stream_that_nobody_reads_starts_nothing(operator: Any) -> None:
     read = Read()
     answered = operator.stream(read.reader)

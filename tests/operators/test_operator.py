@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from llmbatch.engine.cpu.platform import HOST
 from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.worker import Worker
+from llmbatch.operators import workers
 from llmbatch.operators.workers import worker_of
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 
@@ -51,6 +53,19 @@ def test_equal_rows_of_two_calls_draw_for_themselves_unless_there_is_a_seed(mode
     assert len(set(texts)) == len(texts)
     seeded: Any = LLMOperator(**asked, temperature=1.0, seed=1)
     assert seeded(table)["generated_text"].equals(seeded(table)["generated_text"])
+
+
+def test_a_thread_gives_back_the_memory_that_another_freed(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(workers, "give_back_freed_memory", lambda: given.append(threading.get_native_id()))
+    operator(TABLE)
+    del given[:]
+    operator(TABLE)
+    assert given == []
+    other = threading.Thread(target=operator, args=(TABLE,))
+    other.start()
+    other.join()
+    assert given == [other.native_id]
 
 
 def test_what_the_user_should_know_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
