@@ -163,6 +163,16 @@ def test_a_turn_that_fails_ends_its_row_and_keeps_the_turns_before(chatty: str) 
     assert rows[4]["error"] == "turns[1] is empty"
 
 
+def test_a_turn_that_cannot_be_asked_ends_its_row_after_all_else_was_handed_on(
+    chatty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_AT_FIRST", "_SHARE"):  # nothing that has ended is held
+        monkeypatch.setattr(f"llmbatch.inference.answers.assembler.{name}", 0.0)
+    rows = ask(chatty, [["a", "b" * 400], ["c", "d" * 400]], context_length=200)
+    assert [row["error_kind"] for row in rows] == ["too_long", "too_long"]
+    assert [len(row["answers"]) for row in rows] == [1, 1]
+
+
 def test_jobs_answer_turns_and_go_on_with_them(chatty: str, tmp_path: Path) -> None:
     source, out = tmp_path / "in.parquet", str(tmp_path / "out")
     pq.write_table(pa.table({"turns": TURNS}), source)

@@ -91,7 +91,7 @@ class AnswerAssembler(EngineObserver[Window]):
         )
         self.rows_cut: int = 0  # that the pool may end early
         self._held: list[CompletedRequests[Window]] = []
-        self._talks: dict[int, Conversations] = {}  # of which turns have ended
+        self._talks: dict[int, Conversations] = {}  # of which rows were not handed on
         self._split: dict[int, Window] = {}  # of which answers have ended whose rows wait for others
         self._count = 0
         self._since = 0.0
@@ -102,6 +102,7 @@ class AnswerAssembler(EngineObserver[Window]):
         if isinstance(window.parts, TurnParts):
             if not window.parts.opens:
                 return
+            self._talks[id(window.parts.conversations)] = window.parts.conversations
             window = window.parts.conversations.window
         self._sink.joined(window)
         errors = {row: error for row, error in window.shard.errors.items() if not window.done[row]}
@@ -116,7 +117,7 @@ class AnswerAssembler(EngineObserver[Window]):
 
     def ended(self, ended: CompletedRequests[Window]) -> None:
         """Gather what ended."""
-        if not self._held and not self._talks:
+        if not self._count:
             self._since = time.monotonic()
         if isinstance(ended.window.parts, TurnParts):
             self._take_turns(ended.window.parts, ended.window, ended.requests, self._answers(ended))
@@ -149,7 +150,7 @@ class AnswerAssembler(EngineObserver[Window]):
         """Hand on what was gathered, if it is time."""
         now = time.monotonic()
         due = self._at_risk.is_due(self._count, now - self._since, now - self._began)
-        if (self._held or self._talks) and due:
+        if self._count and due:
             self.flush()
         self._sink.after_step()
         return super().after_step(finished)
@@ -205,11 +206,11 @@ class AnswerAssembler(EngineObserver[Window]):
     def flush(self) -> None:
         """Hand on what was gathered."""
         held, self._held, self._count = self._held, [], 0
-        talks, self._talks = self._talks, {}
-        for conversations in talks.values():
+        for conversations in self._talks.values():  # a turn that cannot be asked ends a row between steps, too
             rows, answers = conversations.take()
             for batch in self._columns.batches(conversations.window, rows, answers):
                 self._sink.write(conversations.window, batch)
+        self._talks = {key: conversations for key, conversations in self._talks.items() if conversations.open}
         windows = {id(ended.window): ended.window for ended in held}
         for key, window in windows.items():
             self._hand_on(window, [ended for ended in held if id(ended.window) == key])
@@ -293,7 +294,6 @@ class AnswerAssembler(EngineObserver[Window]):
     ) -> None:
         """Let rows go on with their next turn, or gather those that have no more."""
         parts.add(window, requests, answers)
-        self._talks[id(parts.conversations)] = parts.conversations
         self._count += len(requests)
 
     def _hand_on_rows(self, window: Window, rows: NDArray[np.int32], parts: RowParts) -> None:
