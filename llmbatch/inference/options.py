@@ -83,13 +83,11 @@ class Options(EngineConfig):
 
     def _check_turns(self) -> None:
         """Refuse what has no meaning for conversations."""
-        given = {
-            "n": self.sampling.n > 1,
-            "prompt_logprobs": self.sampling.prompt_logprobs is not None,
-            "continuation": self.continuation is not None,
-        }
-        for name in (name for name, there in given.items() if there):
-            raise ParameterError(f"{name} must be left out with turns: each turn has one answer", option=name)
+        from llmbatch.preprocess.sampling_params import check_turns
+
+        check_turns(self.sampling)
+        if self.continuation is not None:
+            raise refusal("continuation", "be left out with turns, which are answered", self.continuation)
 
     def _check_beside(self) -> None:
         """Bring endpoints to one form, and refuse what only they, or only an engine, can be asked."""

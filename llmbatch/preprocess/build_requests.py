@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from llmbatch.preprocess.prompt_tokens import MixedPrompts, prompt_tokens
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_column import ResolvedSampling, check_sampling_column, resolve_sampling
-from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.preprocess.sampling_params import SamplingParams, check_turns
 from llmbatch.preprocess.tokenization.tokenizer import TokenColumn, Tokenizer
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
@@ -62,13 +62,13 @@ def build_shard(
     _check_lengths(lengths, context_length, errors)
     keys = np.arange(table.num_rows, dtype=np.uint64) if keys is None else keys
     if continuation is not None:
-        _check_scored(resolved, errors)
+        _check_each(check_scored, resolved, errors)
         texts = join_texts(prompts, table[continuation], tokenizer, vocabulary)
         return score_requests(texts, errors, prompts, context_length, keys)
-    _check_vocabulary(resolved, vocabulary, errors)
+    _check_each(partial(check_vocabulary, vocabulary=vocabulary), resolved, errors)
     _check_structures(resolved, tokenizer, errors)
     if isinstance(source, PromptSource) and source.turns is not None:
-        _check_single(resolved, errors)
+        _check_each(check_turns, resolved, errors)
     good = np.ones(table.num_rows, np.bool_)
     good[np.fromiter(errors, np.int64, len(errors))] = False
     rows = np.flatnonzero(good)
@@ -143,30 +143,13 @@ def _special_tokens(tokenizer: Any) -> tuple[bool, tuple[str, ...] | None]:
     return True, tuple(token["content"] for token in added if token["special"])
 
 
-def _check_single(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:
-    """Give the rows an error that have turns and ask for several answers to each, or to be told of their prompts."""
-    for number, params in enumerate(resolved.params):
-        if params.n > 1 or params.prompt_logprobs is not None:
-            name = "n" if params.n > 1 else "prompt_logprobs"
-            for row in np.flatnonzero(resolved.params_index == number).tolist():
-                errors.setdefault(row, RowError("parameters", f"{name} must be left out with turns"))
-
-
-def _check_scored(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:
-    """Give the rows an error whose texts are scored and that ask for what only answers have."""
+def _check_each(
+    check: Callable[[SamplingParams], None], resolved: ResolvedSampling, errors: dict[int, RowError]
+) -> None:
+    """Give the rows an error whose parameters a check refuses."""
     for number, params in enumerate(resolved.params):
         try:
-            check_scored(params)
-        except ParameterError as error:
-            for row in np.flatnonzero(resolved.params_index == number).tolist():
-                errors.setdefault(row, RowError("parameters", str(error)))
-
-
-def _check_vocabulary(resolved: ResolvedSampling, vocabulary: int, errors: dict[int, RowError]) -> None:
-    """Give the rows an error whose parameters name tokens that are not there."""
-    for number, params in enumerate(resolved.params):
-        try:
-            check_vocabulary(params, vocabulary)
+            check(params)
         except ParameterError as error:
             for row in np.flatnonzero(resolved.params_index == number).tolist():
                 errors.setdefault(row, RowError("parameters", str(error)))

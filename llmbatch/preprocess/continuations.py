@@ -51,13 +51,19 @@ def check_continuation(schema: pa.Schema, name: str) -> None:
 
 
 def check_scored(params: SamplingParams) -> None:
-    """Raise ParameterError where parameters ask for what only answers have: nothing is generated beside scores."""
+    """Raise ParameterError where parameters ask for more than scores: beside these nothing is generated or told."""
     structure = params.structured_outputs
-    given = {"n": params.n if params.n > 1 else None, "structured_outputs": structure and structure.kind}
+    given = {
+        "n": params.n if params.n > 1 else None,
+        "structured_outputs": structure and structure.kind,
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+    }
     for name, value in given.items():
         if value is not None:
             raise ParameterError(
-                f"{name} must be left out with continuation, got {value!r}: texts are scored, and nothing is generated",
+                f"{name} must be left out with continuation, got {value!r}: texts are scored, and nothing else is "
+                "generated or told",
                 option=name,
                 value=value,
             )

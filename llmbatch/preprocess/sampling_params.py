@@ -147,6 +147,15 @@ def check_sampling_name(name: str) -> None:
         raise ParameterError(f"unknown sampling parameter {shown(name)}: {meant}known are {', '.join(NAMES)}")
 
 
+def check_turns(params: SamplingParams) -> None:
+    """Raise ParameterError where parameters ask for what has no meaning for conversations."""
+    if params.n > 1:
+        raise refusal("n", "be left out with turns, each of which has one answer", params.n)
+    if params.prompt_logprobs is not None:
+        rule = "be left out with turns, each of which has a prompt of its own"
+        raise refusal("prompt_logprobs", rule, params.prompt_logprobs)
+
+
 def _strings(name: str, value: object) -> tuple[str, ...]:
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or not all(isinstance(one, str) for one in values):

@@ -86,7 +86,7 @@ class DeadlyRows(Generic[W]):
             if not self._works(request):
                 raise JobError(
                     f"the engine dies whatever it is given, of {self._alone} rows in a row that ran alone, "
-                    f"and of others: {what}"
+                    f"and of others: {what}: try another device or dtype (--device, --dtype)"
                 )
             self._alone = 0
         attempts = int(requests.attempts[request])

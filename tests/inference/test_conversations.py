@@ -193,10 +193,29 @@ def test_log_probabilities_are_told_of_each_turn(chatty: str) -> None:
     assert row["logprobs"] == row["answers"][-1]["logprobs"]
 
 
-@pytest.mark.parametrize("given", [{"n": 2}, {"prompt_logprobs": 1}, {"continuation": "turns"}])
-def test_what_has_no_meaning_for_turns_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match=f"{next(iter(given))} must be left out with turns"):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"n": 2}, "n must be left out with turns, each of which has one answer, got 2"),
+        (
+            {"prompt_logprobs": 0},
+            "prompt_logprobs must be left out with turns, each of which has a prompt of its own, got 0",
+        ),
+        ({"continuation": "turns"}, "continuation must be left out with turns, which are answered, got 'turns'"),
+    ],
+)
+def test_what_has_no_meaning_for_turns_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{message}$"):
         llmbatch.LLMOperator(model="m", turns="turns", **given)
+
+
+def test_what_has_no_meaning_for_turns_is_the_error_of_a_row_that_asks_for_it(chatty: str) -> None:
+    table = pa.table({"turns": [["a"], ["b"]], "how": ['{"n": 2}', None]})
+    op: Any = llmbatch.LLMOperator(
+        model=chatty, turns="turns", sampling_params="how", dtype="float32", device="cpu", kv_memory=2**24, max_tokens=2
+    )
+    errors = op(table).column("error").to_pylist()
+    assert errors == ["n must be left out with turns, each of which has one answer, got 2", None]
 
 
 def test_a_column_that_holds_no_lists_of_texts_is_refused(chatty: str) -> None:

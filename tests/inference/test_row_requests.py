@@ -266,9 +266,16 @@ def test_what_cannot_be_scored_is_the_rows_error(folders: Any, texts: list[Any],
 
 
 @pytest.mark.parametrize(
-    ("given", "got"), [({"n": 3}, "3"), ({"structured_outputs": {"regex": "a"}}, "'regex'")], ids=["n", "form"]
+    ("given", "got"),
+    [
+        ({"n": 3}, "3"),
+        ({"structured_outputs": {"regex": "a"}}, "'regex'"),
+        ({"logprobs": 0}, "0"),
+        ({"prompt_logprobs": 2}, "2"),
+    ],
+    ids=["n", "form", "logprobs", "prompt_logprobs"],
 )
-def test_what_only_answers_have_is_refused_of_texts_that_are_scored(folders: Any, given: Any, got: str) -> None:
+def test_what_scores_do_not_have_is_refused_of_texts_that_are_scored(folders: Any, given: Any, got: str) -> None:
     message = f"{next(iter(given))} must be left out with continuation, got {got}: "
     options: Any = {
         "model": folders("llama"), "prompt": "text", "continuation": "text", "dtype": "float32", "device": "cpu",

@@ -198,7 +198,7 @@ def test_an_engine_that_dies_of_everything_ends_the_job() -> None:
         stream(Engines(lambda: Mortal(5)), Taken()).run(Listed([window]))
     assert str(caught.value) == (
         "the engine dies whatever it is given, of 3 rows in a row that ran alone, and of others: "
-        "RuntimeError: an illegal memory access was encountered"
+        "RuntimeError: an illegal memory access was encountered: try another device or dtype (--device, --dtype)"
     )
 
 
