@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 import llmbatch
 from tests.support.models import save_with_tokenizer, tiny_model, tiny_model_folder, tiny_tokenizer
@@ -97,6 +98,16 @@ def test_rows_may_have_forms_of_their_own_beside_rows_without(folder: str) -> No
     assert {row["generated_text"] for row in rows[2::3]} <= {"ac", "bc"}
     free = ask(folder, max_tokens=9)
     assert [row["generated_text"] for row in rows[1::3]] == [row["generated_text"] for row in free[1::3]]
+
+
+def test_a_form_is_followed_by_tokenizers_that_put_a_space_before_a_text(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "llama")
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    tokenizer.save_pretrained(folder)
+    for text in ("a choice", " a space", "\x02"):
+        rows = ask(folder, structured_outputs={"choice": [text]})
+        assert {(row["generated_text"], row["finish_reason"]) for row in rows} == {(text, "stop")}
 
 
 def test_a_form_may_force_the_text_of_a_special_token(folder: str) -> None:
