@@ -24,6 +24,13 @@ def no_answer(params: SamplingParams) -> RowError:
     """Make the error of a request of which the engine made no answer, by what it asked for."""
     if params.structured_outputs is None:
         return RowError("engine", "the model's logits were not finite: try dtype float32")
+    if params.min_tokens:
+        return RowError(
+            "engine",
+            "the model's logits were not finite, or the form of the answer became too large to be followed, or it "
+            f"needs a token that may not come before min_tokens, {params.min_tokens}: try dtype float32, a simpler "
+            "form, or no min_tokens",
+        )
     return RowError(
         "engine",
         "the model's logits were not finite, or the form of the answer became too large to be followed: "

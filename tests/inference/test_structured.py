@@ -257,6 +257,14 @@ def test_a_form_that_becomes_too_large_is_an_error_of_its_row_alone(folder: str)
     assert rows[3]["generated_text"] == "yes"
 
 
+def test_a_form_that_needs_a_token_before_min_tokens_is_an_error_that_names_it(folder: str) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    ends = tokenizer.encode("e", add_special_tokens=False)
+    row = ask(folder, structured_outputs={"choice": ["yes"]}, stop_token_ids=ends, min_tokens=3)[0]
+    assert row["error_kind"] == "engine"
+    assert "or it needs a token that may not come before min_tokens, 3: " in row["error"]
+
+
 @pytest.mark.parametrize("given", [{}, {"n": 2, "temperature": 1.0}], ids=["one", "several"])
 def test_the_error_of_a_row_without_a_form_speaks_of_none(tmp_path: Path, given: dict[str, Any]) -> None:
     model: Any = tiny_model("llama")
