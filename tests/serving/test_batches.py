@@ -249,6 +249,19 @@ def test_what_a_kill_left_of_files_and_batches_that_nobody_knows_is_removed(tmp_
     assert list((tmp_path / "batches").iterdir()) == []
 
 
+def test_files_and_batches_of_a_second_keep_their_order_when_a_server_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)
+    files, batches = store(tmp_path, Jobs())
+    kept = [files.add(BytesIO(LINES), f"{number}", "batch")["id"] for number in range(8)]
+    asked = [{"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"} for file in kept]
+    begun = [batches.add(one)["id"] for one in asked]
+    files, batches = store(tmp_path, Jobs())
+    assert [one["id"] for one in files.list()] == kept[::-1]
+    assert [one["id"] for one in batches.list()] == begun[::-1]
+
+
 def test_lines_that_fail_are_counted_apart_while_a_batch_runs(worker: Worker, tmp_path: Path) -> None:
     told: list[Any] = []
 

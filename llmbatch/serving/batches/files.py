@@ -7,11 +7,10 @@ import shutil
 import time
 from pathlib import Path
 from typing import IO, Final
-from uuid import uuid4
 
 from llmbatch.arguments import shown
 from llmbatch.openai.texts import valid_text
-from llmbatch.serving.batches.records import Record, read_records, write_record
+from llmbatch.serving.batches.records import Record, new_id, read_records, write_record
 from llmbatch.serving.refused import Refused, not_kept, unknown
 from llmbatch.storage.local import make_folder, sync_folder
 
@@ -34,7 +33,7 @@ class FileStore:
         if purpose != PURPOSE:
             message = f"purpose must be {PURPOSE!r}, got {shown(purpose)}"
             raise Refused(400, message, param="purpose", code="invalid_value")
-        name = f"file-{uuid4().hex}"
+        name = new_id("file-")
         try:
             with self._place(name).open("wb") as file:
                 shutil.copyfileobj(content, file, 1 << 20)

@@ -7,7 +7,9 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
+import time
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -17,6 +19,11 @@ from llmbatch.storage.local import UNFINISHED, make_folder, sync_folder
 _LOCK: Final = "lock"
 _ID: Final = re.compile(r"(?:file-(?:(?:output|error)-batch_)?|batch_)[0-9a-f]{32}")  # of a folder here
 Record = dict[str, Any]
+
+
+def new_id(kind: str) -> str:
+    """Make an id that begins with its kind, such as "batch_"; of one kind, ids that are made later come after it."""
+    return f"{kind}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -33,7 +40,7 @@ def write_record(path: Path, record: Record) -> None:
 def read_records(folder: Path, name: str) -> dict[str, Record]:
     """Read the record `name` in each folder of a folder, oldest first; passes over what is not whole.
 
-    A kill may leave a folder that has no record yet, or none any more. Nobody knows of its name: it is removed.
+    Those of one second have the order of their ids (`new_id`). A kill may leave a folder that has no record yet, or none any more. Nobody knows of its name: it is removed.
     """
     found = {}
     for place in folder.iterdir():

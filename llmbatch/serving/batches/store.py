@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
-from uuid import uuid4
 
 from llmbatch.arguments import shown, text
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
@@ -27,7 +26,7 @@ from llmbatch.openai.fields import FIELDS
 from llmbatch.openai.validation import Fault, find_faults
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.serving.batches.files import FileStore
-from llmbatch.serving.batches.records import Record, read_records, write_record
+from llmbatch.serving.batches.records import Record, new_id, read_records, write_record
 from llmbatch.serving.refused import Refused, not_kept, unknown
 from llmbatch.storage.local import make_folder
 
@@ -107,7 +106,7 @@ class BatchStore:
         if metadata is not None:
             _check_metadata(metadata)
         source = self._files.content(body["input_file_id"], "input_file_id")
-        name = f"batch_{uuid4().hex}"
+        name = new_id("batch_")
         try:
             make_folder(str(self._folder / name))
             os.link(source, self._folder / name / _INPUT)
