@@ -12,6 +12,7 @@ from typing import Any, Unpack, cast
 from llmbatch.arguments import Paths, check_names, path
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, unless_chosen
@@ -105,6 +106,8 @@ def run_by(
     command = Command.read(inputs, rest)
     built, source = command.options, command.source
     form = command.form(asked.output_format, output)
+    if form is not None:  # of a line only its answer is written, so that it may have columns of the answer's names
+        source = source.without(AnswerSchema.of(built, source.schema).columns.names)
     target = Output.open(
         output,
         inputs=[*command.paths, *source.paths],

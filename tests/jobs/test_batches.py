@@ -185,6 +185,15 @@ def test_fields_beside_those_of_a_line_may_hold_anything(model: str, tmp_path: P
     assert [json.loads(one) for one in found if one is not None] == extras[:-1]
 
 
+def test_fields_beside_those_of_a_line_may_have_names_of_answers(model: str, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [line("a"), {**line("b"), "generated_text": "x", "error": 1, "choices": []}])
+    asked: dict[str, Any] = {"model": model, "engine": "simulated"}
+    llmbatch.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", **asked)
+    assert [one["custom_id"] for one in read(tmp_path / "out.jsonl")] == ["a", "b"]
+    with pytest.raises(InputError, match="the input has a column 'generated_text', and llmbatch writes one"):
+        llmbatch.run(tmp_path / "in.jsonl", tmp_path / "out.parquet", **asked)
+
+
 def test_what_the_engine_failed_at_has_an_error_and_no_response() -> None:
     columns = {"custom_id": "a", "method": "POST", "url": CHAT, "body": "{}"}
     answer = {"num_input_tokens": 1, "num_cached_tokens": 0, "choices": None, "prompt_logprobs": None}

@@ -92,6 +92,11 @@ class Dataset:
         content = self._content.with_lines()
         return Dataset(pa.schema([*content.schema, *self._partitions.schema]), content, self._partitions)
 
+    def without(self, columns: Sequence[str]) -> Dataset:
+        """Return the same rows without these columns, where they have them."""
+        kept = [field for field in self.schema if field.name not in columns]
+        return Dataset(pa.schema(kept, self.schema.metadata), self._content, self._partitions)
+
     @property
     def files(self) -> tuple[InputFile, ...]:
         """The files, as they were when they were listed."""
