@@ -19,6 +19,7 @@ from llmbatch.arguments import flag, json_fault, refusal, shown, text
 from llmbatch.engine.model.outline import shape_of
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.inference.worker import Worker
+from llmbatch.openai.fields import COMPLETIONS
 from llmbatch.openai.requests import COLUMNS
 from llmbatch.openai.validation import NO_TEMPLATE, has_template
 from llmbatch.preprocess.request_batch import RowRequests
@@ -28,6 +29,7 @@ from llmbatch.runtime.online.guests import Guest, GuestListener
 from llmbatch.serving.refused import Refused
 
 _MEASURED: Final = 1 << 20  # bytes of a body: the prompts of larger ones are measured first
+_MOST_TOLD: Final = 1 << 21  # log-probabilities in the choices of an answer: some GiB while they are written
 _ROW: Final = ("-", "POST")  # custom_id and method of the row
 
 
@@ -106,7 +108,24 @@ class ApiRequestReader:
         shard = self.worker.shard(table)
         if shard.errors:
             raise Refused.of(url, shard.errors[0])
-        return ApiRequest(url, stream, include_usage, body.get("service_tier") == "flex", shard)
+        api_request = ApiRequest(url, stream, include_usage, body.get("service_tier") == "flex", shard)
+        _check_told(api_request)
+        return api_request
+
+
+def _check_told(api_request: ApiRequest) -> None:
+    """Refuse choices that tell more log-probabilities than are written at once; any one choice is. Raises Refused."""
+    params, told = api_request.params, 0
+    if params.logprobs is not None:
+        told += int(api_request.shard.requests.max_tokens[0]) * (1 + params.logprobs)
+    if params.prompt_logprobs is not None and api_request.url == COMPLETIONS:  # in each choice of it
+        told += api_request.prompt_tokens * (1 + params.prompt_logprobs)
+    if params.n > 1 and params.n * told > _MOST_TOLD:
+        message = (
+            f"n must be at most {max(1, _MOST_TOLD // told):,} where an answer may tell {told:,} log-probabilities, "
+            f"got {params.n:,}: ask for fewer answers, tokens or log-probabilities"
+        )
+        raise Refused.of(api_request.url, RowError("parameters", message))
 
 
 def _check_size(worker: Worker, url: str, body: Mapping[str, Any]) -> None:

@@ -54,6 +54,31 @@ def test_a_lone_half_of_a_character_is_an_error_of_the_request(worker: Worker) -
         assert told in json.loads(bytes(caught.value.response.body))["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("url", "asked", "most"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 500, "logprobs": 20}, 199),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "logprobs": True}, 1024),
+        (COMPLETIONS, {"prompt": [5] * 400, "max_tokens": 2, "prompt_logprobs": 20}, 249),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 400}], "max_tokens": 2, "prompt_logprobs": 20}, 1024),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_choices_tell_no_more_log_probabilities_than_are_written_at_once(
+    worker: Worker, url: str, asked: dict[str, Any], most: int, temperature: int
+) -> None:
+    reader = ApiRequestReader(worker, worker.options.model)
+
+    def read(n: int) -> ApiRequest:
+        return reader.read(url, json.dumps({**asked, "temperature": temperature, "n": n}).encode())
+
+    assert read(most).params.n == most
+    if most < 1024:
+        with pytest.raises(Refused, match=f"^n must be at most {most} where an answer may tell") as caught:
+            read(most + 1)
+        assert (caught.value.status, caught.value.param) == (400, "n")
+
+
 def test_a_turn_that_calls_tools_needs_no_text_and_its_tools_answer_goes_with_it(tmp_path: Path) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     messages = [
