@@ -156,6 +156,8 @@ def test_half_of_a_character_is_the_error_of_its_line(echo: Served) -> None:
         ({"extra_body": {"metadata": {"a": 1}}}, "metadata must be an object of texts, got {'a': 1}"),
         ({"extra_body": {"model": "m"}}, "model must be left out, since a batch has no such field here: known are "
          "input_file_id, endpoint, completion_window, metadata"),
+        ({"extra_body": {"": 1}}, "'' must be left out, since a batch has no such field here: known are "
+         "input_file_id, endpoint, completion_window, metadata"),
     ],
 )  # fmt: skip  # a table
 def test_a_batch_is_refused_by_the_name_of_the_field(echo: Served, asked: dict[str, Any], message: str) -> None:

@@ -48,9 +48,11 @@ def schema(value: object) -> dict[str, Any]:
          "context holds 512, and one is needed for the answer: shorten the prompt"),
         ({"x" * 5000: 1}, "x" * 100, f"{'x' * 100} must be left out, since {URL} has no such field here, got 1: "
          f"known are {', '.join(FIELDS[URL])}"),
+        ({"": 1}, None, f"'' must be left out, since {URL} has no such field here, got 1: known are "
+         f"{', '.join(FIELDS[URL])}"),
     ],
 )  # fmt: skip  # a table
-def test_a_field_is_refused_by_its_name(echo: Served, asked: dict[str, Any], param: str, message: str) -> None:
+def test_a_field_is_refused_by_its_name(echo: Served, asked: dict[str, Any], param: str | None, message: str) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], **asked}
     answer = post(echo, json.dumps(body))
     assert answer.status_code == 400

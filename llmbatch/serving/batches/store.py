@@ -284,4 +284,4 @@ def _check_metadata(value: object) -> None:
 
 
 def _invalid(param: str, rule: str) -> Refused:
-    return Refused(400, f"{param} {rule}", param=param, code="invalid_value")
+    return Refused(400, f"{param or repr(param)} {rule}", param=param, code="invalid_value")
