@@ -298,6 +298,24 @@ def test_a_batch_that_had_not_ended_goes_on_when_a_server_starts_again(tmp_path:
     again.close(0.0)
 
 
+def test_a_batch_that_goes_on_has_the_counts_that_it_had(tmp_path: Path) -> None:
+    def run(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
+        progress.advance(Advance(3, 10, errors=1))
+        return jobs(source, output, url, progress, stopping)
+
+    jobs = Jobs()
+    files, batches = store(tmp_path, run)
+    name = added(files, batches, tmp_path)
+    batches.start()
+    assert jobs.begun.acquire(timeout=60)
+    batches.close(0.0)
+    _, again = store(tmp_path, jobs)
+    again.start()
+    assert jobs.begun.acquire(timeout=60)
+    assert again.get(name)["request_counts"] == {"total": 7, "completed": 2, "failed": 1}
+    again.close(0.0)
+
+
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_batch_that_was_begun_with_other_options_starts_over(
     worker: Worker, tmp_path: Path, is_finished: bool

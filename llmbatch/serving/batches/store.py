@@ -45,9 +45,9 @@ RunJob = Callable[[Path, Path, str, "_Counts", StopRequest], Report]
 class _Counts:
     """How far a batch has come: the `Progress` of its job."""
 
-    def __init__(self) -> None:
-        self.total = 0
-        self.done = Advance(0, 0)
+    def __init__(self, total: int = 0, completed: int = 0, failed: int = 0) -> None:
+        self.total = total
+        self.done = Advance(completed + failed, 0, failed)
 
     def start(self, rows: int) -> None:
         """Take note of how many lines there are."""
@@ -192,7 +192,7 @@ class BatchStore:
             record = self._records[name]
             if self._ending or record["status"] in _ENDED:
                 return
-            self._current, self._counts = (name, stopping), _Counts()
+            self._current, self._counts = (name, stopping), _Counts(**record["request_counts"])
         place = self._folder / name
         if record["status"] == "validating":
             with (place / _INPUT).open("rb") as lines:
