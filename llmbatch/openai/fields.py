@@ -92,7 +92,8 @@ def _check_fields(url: str, given: Mapping[str, Any]) -> None:
             near = nearest(name, known)
             way_out = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
             raise ParameterError(
-                f"{name[:_LETTERS] or repr(name)} must be left out, since {url} has no such field here, got {shown(value)}: {way_out}"
+                f"{name[:_LETTERS] or repr(name)} must be left out, since {url} has no such field here, "
+                f"got {shown(value)}: {way_out}"
             )
     for name, default in _DEFAULTS[url].items():
         if name in given and not (type(given[name]) is type(default) and given[name] == default):

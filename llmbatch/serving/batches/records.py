@@ -40,7 +40,8 @@ def write_record(path: Path, record: Record) -> None:
 def read_records(folder: Path, name: str) -> dict[str, Record]:
     """Read the record `name` in each folder of a folder, oldest first; passes over what is not whole.
 
-    Those of one second have the order of their ids (`new_id`). A kill may leave a folder that has no record yet, or none any more. Nobody knows of its name: it is removed.
+    Those of one second have the order of their ids (`new_id`). A kill may leave a folder that has no record yet, or
+    none any more. Nobody knows of its name: it is removed.
     """
     found = {}
     for place in folder.iterdir():
