@@ -115,7 +115,7 @@ class Running:
                     Http, seconds=options.header_timeout, most=options.max_connections
                 ),
                 timeout_keep_alive=_IDLE,
-                timeout_graceful_shutdown=_CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for
+                timeout_graceful_shutdown=2 * _CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for
             )
             http = _Server(config)
             batches.start()
@@ -129,6 +129,9 @@ class Running:
                 bridge.end_all()
                 self.windows.close()
                 http.should_exit = True
+                await asyncio.wait({answering}, timeout=_CLOSING)
+                for connection in list(http.server_state.connections):  # of clients that read slowly or not at all
+                    connection.transport.abort()  # uvicorn would cancel what it answers, and log each as a failure
                 await answering
 
     async def _asked(self) -> None:

@@ -117,6 +117,19 @@ def test_a_request_whose_body_is_still_to_come_is_refused_when_the_server_ends(
     assert caplog.records == []
 
 
+def test_who_reads_nothing_is_cut_off_when_the_server_ends_and_nothing_is_logged(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("llmbatch.serving.server._CLOSING", 0.1)
+    with socket.socket() as reader:
+        with served(worker, tmp_path) as echo:
+            file = echo.client.files.create(file=("a", bytes(16 << 20)), purpose="batch").id
+            reader.connect(("127.0.0.1", int(echo.url.rpartition(":")[2])))
+            reader.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+            assert reader.recv(1)
+        assert caplog.messages == []
+
+
 def test_a_server_whose_engine_died_ends(echo: Served) -> None:
     echo.engine.error = JobError("the device is gone")
     echo.thread.join()
