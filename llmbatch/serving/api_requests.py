@@ -29,7 +29,7 @@ from llmbatch.runtime.online.guests import Guest, GuestListener
 from llmbatch.serving.refused import Refused
 
 _MEASURED: Final = 1 << 20  # bytes of a body: the prompts of larger ones are measured first
-_MOST_TOLD: Final = 1 << 21  # log-probabilities in the choices of an answer: some GiB while they are written
+_MOST_TOLD: Final = 1 << 21  # log-probabilities in the choices of an answer: some hundred bytes each at writing
 _ROW: Final = ("-", "POST")  # custom_id and method of the row
 
 
