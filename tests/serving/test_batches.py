@@ -298,13 +298,19 @@ def test_a_batch_that_had_not_ended_goes_on_when_a_server_starts_again(tmp_path:
     again.close(0.0)
 
 
-def test_a_batch_that_goes_on_has_the_counts_that_it_had(tmp_path: Path) -> None:
+def advanced(jobs: Jobs) -> Any:
+    """Jobs that have answered three lines, one of them by an error, before they begin."""
+
     def run(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
         progress.advance(Advance(3, 10, errors=1))
         return jobs(source, output, url, progress, stopping)
 
+    return run
+
+
+def test_a_batch_that_goes_on_has_the_counts_that_it_had(tmp_path: Path) -> None:
     jobs = Jobs()
-    files, batches = store(tmp_path, run)
+    files, batches = store(tmp_path, advanced(jobs))
     name = added(files, batches, tmp_path)
     batches.start()
     assert jobs.begun.acquire(timeout=60)
@@ -372,12 +378,8 @@ def test_a_batch_can_be_cancelled_before_and_while_it_runs(tmp_path: Path) -> No
 
 
 def test_a_batch_that_is_cancelled_keeps_its_counts(tmp_path: Path) -> None:
-    def run(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
-        progress.advance(Advance(3, 10, errors=1))
-        return jobs(source, output, url, progress, stopping)
-
     jobs = Jobs()
-    files, batches = store(tmp_path, run)
+    files, batches = store(tmp_path, advanced(jobs))
     name = added(files, batches, tmp_path)
     batches.start()
     assert jobs.begun.acquire(timeout=60)
