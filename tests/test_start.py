@@ -283,7 +283,7 @@ def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: py
     handed: list[float] = []
     monkeypatch.setattr(answering, "flush", lambda: handed.append(clock[0]))
     for held_at, waits, hands_on in ((100.0, 0.24, 0.26), (110.0, 2.0, 3.0), (200.0, 4.9, 5.1)):
-        answering._since, answering._held = held_at, [_nothing()]
+        answering._since, answering._count = held_at, 1
         for waited in (waits, hands_on):
             clock[0] = held_at + waited
             answering.after_step(_nothing())
