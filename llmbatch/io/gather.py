@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 28  # of a piece: far from 2 GiB, and large enough that joinin
 def pick(batches: Sequence[pa.RecordBatch], index: NDArray[np.integer], schema: pa.Schema) -> pa.Table:
     """Take rows of batches of one schema, numbered across all batches, in the order of `index`."""
     if not len(index):
-        return pa.Table.from_batches([], schema)
+        return pa.Table.from_batches([], schema)  # `schema.empty_table()` fails for tensors made from NumPy
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     sizes = np.concatenate([row_bytes(batch) for batch in batches])
     return pa.concat_tables(

@@ -127,7 +127,7 @@ def _control_tokens(
 ) -> tuple[dict[int, Spans], dict[int, Spans]]:
     """Find the control tokens of prompts alone and with their texts, by place, where a prompt has texts of others.
 
-    `written` are row, prompt and text, `bare` the prompts alone. Those that a text itself spells are some.
+    `written` are row, prompt and text, `bare` the prompts alone. What a text itself spells is a control token, too.
     """
     alone: dict[int, Spans] = {}
     together: dict[int, Spans] = {}

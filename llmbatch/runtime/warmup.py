@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def _make_way() -> None:
-    """Have this process make way for others, or go on making way where it was started so."""
+    """Lower the priority of this process to `_NICE`, unless it is lower already."""
     os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     _share("self", _NICE)
 

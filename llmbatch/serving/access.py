@@ -28,7 +28,7 @@ _OPEN: Final = ("/health", "/metrics")  # need no key
 _AT_ONCE: Final = 4  # bodies of the largest size that are in memory at one time
 _LOG: Final = logging.getLogger("uvicorn.error.http")
 _LOG.setLevel(logging.ERROR)
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # forms that are none are told of to who sent them
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # who sent a broken form is told so
 _AHEAD: Final = 1 << 16  # bytes that may come of the next requests while one is answered
 _PACE: Final = 1 << 20  # bytes by which a body must come on within its time
 
@@ -240,7 +240,7 @@ class Http(H11Protocol):
             self._wait()
         else:
             self._end_wait()
-            # Who sent more while an answer is made is still to be heard hanging up. Uvicorn would read nothing.
+            # A client that has sent more may hang up, too. Uvicorn reads nothing then, and would not notice.
             if not self.cycle.more_body and len(self.conn.trailing_data[0]) < _AHEAD:
                 self.flow.resume_reading()
 
