@@ -34,61 +34,36 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.attention_scratch import Addresses, addresses_of, make_scratch
+from llmbatch.kernels.cpu.attention_keys import bring_keys, find_first_units
+from llmbatch.kernels.cpu.attention_scratch import Addresses, addresses_of, make_scratch, uses_matrices
 from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, HIGH, LOW, POSITION, ROW, SEQUENCE, TOKEN, TOKENS, Blocks
 from llmbatch.kernels.cpu.layout import UNIT, Pages
-from llmbatch.kernels.cpu.numerics import FASTMATH, as_row, exp32, narrow
-from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width, widen_tile
+from llmbatch.kernels.cpu.matrix_runs import attend_by_matrices
+from llmbatch.kernels.cpu.numerics import as_row, cap_scores, exp32, narrow
+from llmbatch.kernels.cpu.pages import find_units, values_width
 from llmbatch.kernels.cpu.pointers import address_of, caller, unsigned
 from llmbatch.kernels.cpu.tiles.dot_tiles import paged_score_tile, paged_sum_tile, score_tile, sum_tile
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.tiles.matrix_attention import begin_matrices, end_matrices
 from llmbatch.kernels.cpu.tiles.softmax import NOTHING, TILE, softmax
 
 _LOG2E: Final = np.float32(1.4426950408889634)
 
 
-@compiled(fastmath=FASTMATH, nogil=True, counted=False)
-def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
-    for j in range(scores.size):
-        e = exp32(np.float32(2.0) * scale * scores[j] / softcap)
-        scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
-
-
 @compiled(nogil=True, forceinline=True, counted=False)
-def _begin_rows(query: Any, row: int, column: int, width: int, group: int, first: int, count: int, s: Any) -> None:
-    """Take the queries of packed rows from `row` on as the rows [first, first + count), with nothing summed yet."""
+def _begin_rows(
+    query: Any, row: int, column: int, width: int, group: int, first: int, count: int, q: Any, s: Any
+) -> None:
+    """Take the queries of packed rows from `row` on as so many of q from `first` on, with nothing summed yet."""
     for r in range(count):
         begin = column + r % group * width
         place, source = first + r, row + r // group
         for d in range(width):
-            s.q[place, d] = as_row(query[source, unsigned(begin, d)], s.q[place, d])
+            q[place, d] = as_row(query[source, unsigned(begin, d)], q[place, d])
         for d in range(s.acc.shape[1]):
             s.acc[place, d] = np.float32(0.0)
         s.highest[first + r] = np.float32(NOTHING)
         s.total[first + r] = np.float32(0.0)
-
-
-@compiled(nogil=True, forceinline=True, counted=False)
-def _bring_keys(
-    pages: Any, tables: Any, slot: int, head: int, low: int, high: int, in_place: bool, s: Any, place: int
-) -> None:
-    """Copy the keys [low, high) and their values, or what cannot be read in place of them; `place` is their units'."""
-    n = high - low
-    odd = s.numbers.itemsize == 2 and n % 2 == 1
-    if pages.memory.itemsize < s.numbers.itemsize:
-        widen_tile(pages, s.numbers, n, s.units, place, 1 - place, s.keys, s.values)
-        if odd:
-            clear_last(s.values, n)
-    elif not in_place:
-        gather_keys(pages, tables, slot, head, low, high, s.keys.ctypes.data, 4 * s.keys.shape[1])
-        gather_values(pages, tables, slot, head, low, high, s.values)
-        if odd:
-            clear_last(s.values, n)
-    elif odd:
-        whole = n // UNIT * UNIT
-        gather_values(pages, tables, slot, head, low + whole, high, s.values)
-        clear_last(s.values, n - whole)
-        s.units[place, 1, n // UNIT] = s.values.ctypes.data
 
 
 @compiled(nogil=True, counted=False)
@@ -146,16 +121,6 @@ def _end_rows(
 
 
 @compiled(nogil=True, forceinline=True, counted=False)
-def _find_first_units(
-    pages: Any, tables: Any, slots: Any, runs: Any, run: int, head: int, units: Any, place: int
-) -> None:
-    """Find the units of the first tile of a run (`find_units`)."""
-    low = runs[run, LOW]
-    slot, high = slots[runs[run, SEQUENCE]], min(low + TILE, runs[run, HIGH])
-    find_units(pages, tables, slot, head, low, high, units, place)
-
-
-@compiled(nogil=True, forceinline=True, counted=False)
 def _attend_run(
     pages: Any, tables: Any, slots: Any, runs: Any, run: int, after: int, head: int, after_head: int, group: int,
     scale: np.float32, window: int, softcap: np.float32, at: Any, place: int, s: Any,
@@ -175,8 +140,8 @@ def _attend_run(
         if high < end:
             find_units(pages, tables, slot, head, high, min(high + TILE, end), s.units, coming)
         else:
-            _find_first_units(pages, tables, slots, runs, after, after_head, s.units, coming)
-        _bring_keys(pages, tables, slot, head, low, high, in_place, s, place)
+            find_first_units(pages, tables, slots, runs, after, after_head, s.units, coming)
+        bring_keys(pages, tables, slot, head, low, high, in_place, s, place)
         units, ahead = at.units + 2 * at.units_stride * place, at.units + 2 * at.units_stride * coming
         for r in range(first, last, ROWS):
             some = min(ROWS, last - r)
@@ -186,7 +151,7 @@ def _attend_run(
                 to_key = max(0, min(n, position + 1 - low))
                 from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
                 if softcap > 0.0:
-                    _cap(s.scores[i - r, from_key:to_key], scale, softcap)
+                    cap_scores(s.scores[i - r, from_key:to_key], scale, softcap)
                 softmax(
                     q, at.scores + 4 * TILE * (i - r), at.weights + at.weight_stride * (i - r), from_key, to_key,
                     to_exponent, at.highest + 4 * i, at.total + 4 * i, at.alpha + 4 * i,
@@ -205,30 +170,35 @@ def _attend_pairs(
     """Attend in the pairs [begin, end) of a block and a KV head, in arrays `s` of a worker's own."""
     heads, width, runs = pages.memory.shape[1], pages.width, blocks.runs
     at, unit = addresses_of(s), np.float32(1.0) if softcap > 0.0 else scale  # of scores
-    place = 0
+    place, has_unit = 0, uses_matrices(width, query)
+    if has_unit:
+        begin_matrices()
     for item in range(begin, end):
         block, head = item // heads, item % heads
         first, last = blocks.firsts[block], blocks.firsts[block + 1]
         following = min(item + 1, end - 1)
         column = head * group * width
+        by_matrices = has_unit and runs[first, ROW] >= 0 and runs[first, TOKENS] * group > ROWS
         for i in range(first, last):
-            if runs[i, ROW] >= 0:
-                _begin_rows(
-                    query, runs[i, ROW], column, width, group, runs[i, TOKEN] * group, runs[i, TOKENS] * group, s
-                )
+            begun, count = runs[i, TOKEN] * group, runs[i, TOKENS] * group
+            if by_matrices:
+                _begin_rows(query, runs[i, ROW], column, width, group, begun, count, s.matrix_q, s)
+            elif runs[i, ROW] >= 0:
+                _begin_rows(query, runs[i, ROW], column, width, group, begun, count, s.q, s)
         if item == begin:
-            _find_first_units(pages, tables, slots, runs, first, head, s.units, place)
+            find_first_units(pages, tables, slots, runs, first, head, s.units, place)
         for i in range(first, last):
             j, after_head = (i + 1, head) if i + 1 < last else (blocks.firsts[following // heads], following % heads)
-            place = _attend_run(
-                pages, tables, slots, runs, i, j, head, after_head, group, scale, window, softcap, at, place, s,
-            )  # fmt: skip  # arguments in groups
+            given = pages, tables, slots, runs, i, j, head, after_head, group, scale, window, softcap, at, place, s
+            place = attend_by_matrices(query, *given) if by_matrices else _attend_run(*given)
         for i in range(first, last):
             if runs[i, ROW] >= 0:
                 _end_rows(
                     out, runs[i, ROW], column, width, group, runs[i, TOKEN] * group, runs[i, TOKENS] * group, unit,
                     sinks, head * group, s,
                 )  # fmt: skip  # arguments in groups
+    if has_unit:
+        end_matrices()
 
 
 @compiled(nogil=True)

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.tiles.matrix_unit import HAS_MATRICES, STEP, UNIT_ROWS
 from llmbatch.kernels.cpu.tiles.softmax import TILE
+
+TOGETHER: Final = 2 * UNIT_ROWS  # rows of attention on the matrix unit, between which and the softmax turns change
+
+
+def takes_matrices(query: types.Array) -> bool:
+    """Return whether the matrix unit takes queries of that type."""
+    return HAS_MATRICES and query.dtype == types.uint16
+
+
+def uses_matrices(width: int, query: Any) -> bool:
+    """Return whether the unit takes queries like these, of heads of that width."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(uses_matrices, strict=False)
+def _uses_matrices(width: types.Integer, query: types.Array) -> Any:
+    if takes_matrices(query):
+        return lambda width, query: width % (2 * STEP) == 0
+    return lambda width, query: False
 
 
 class Scratch(NamedTuple):
@@ -18,7 +40,9 @@ class Scratch(NamedTuple):
     numbers: Any  # [0] like those of queries, keys and values
     q: Any  # [rows, width] as products take them
     weights: Any  # [ROWS, TILE] of a tile of keys, likewise
-    scores: Any  # [ROWS, TILE] likewise, float32
+    matrix_q: Any  # [rows and those of a register, width, or 0] like queries, for the matrix unit
+    matrix_weights: Any  # [TOGETHER, TILE] likewise
+    scores: Any  # [TOGETHER, TILE], float32
     acc: Any  # [rows, padded width] sums of values so far, float32
     highest: Any  # [rows] score so far
     total: Any  # [rows] of weights so far
@@ -32,9 +56,11 @@ class Scratch(NamedTuple):
 def make_scratch(query: Any, like: Any, pages: Any, rows: int) -> Scratch:
     """Make the arrays for blocks of so many rows, with products of rows of `like`, over such pages."""
     pack, padded = 4 // query.itemsize, (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
+    of_unit = rows + UNIT_ROWS if uses_matrices(pages.width, query) else 0
     return Scratch(
         np.empty(0, query.dtype), np.empty((rows, pages.width), like.dtype), np.empty((ROWS, TILE), like.dtype),
-        np.empty((ROWS, TILE), np.float32), np.empty((rows, padded), np.float32),
+        np.empty((of_unit, pages.width), query.dtype), np.empty((TOGETHER, TILE), query.dtype),
+        np.empty((TOGETHER, TILE), np.float32), np.empty((rows, padded), np.float32),
         np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32),
         np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
         np.empty((2, 2, TILE // UNIT), np.int64),
@@ -46,6 +72,8 @@ class Addresses(NamedTuple):
 
     q: int
     q_stride: int
+    matrix_q: int
+    matrix_weights: int
     words: int  # of a key
     weights: int
     weight_stride: int
@@ -66,7 +94,8 @@ class Addresses(NamedTuple):
 def addresses_of(s: Any) -> Addresses:
     """Find the addresses of a `Scratch`."""
     return Addresses(
-        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.keys.shape[0], s.weights.ctypes.data, TILE * s.weights.itemsize,
+        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.matrix_q.ctypes.data, s.matrix_weights.ctypes.data,
+        s.keys.shape[0], s.weights.ctypes.data, TILE * s.weights.itemsize,
         s.scores.ctypes.data, s.acc.ctypes.data, 4 * s.acc.shape[1],
         s.highest.ctypes.data, s.total.ctypes.data, s.alpha.ctypes.data,
         s.keys.ctypes.data, 4 * s.keys.shape[1], s.values.ctypes.data,

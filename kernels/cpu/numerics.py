@@ -154,6 +154,14 @@ def exp32(x: Any) -> Any:
     return e if x >= _LOWEST else (x if x != x else np.float32(0.0))
 
 
+@compiled(fastmath=FASTMATH, nogil=True, counted=False)
+def cap_scores(scores: Any, scale: np.float32, softcap: np.float32) -> None:
+    """Hold scores: each becomes softcap * tanh(scale * score / softcap)."""
+    for j in range(scores.size):
+        e = exp32(np.float32(2.0) * scale * scores[j] / softcap)
+        scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
+
+
 @njit(inline="always")
 def ordered(x: Any) -> Any:
     """Map a float32 to an int32 of the same order (NaN at either end): integer maxima vectorise, float ones do not."""

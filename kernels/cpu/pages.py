@@ -18,8 +18,10 @@ from numba.extending import intrinsic
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.layout import INT8_PACK, UNIT, WIDTH_MULTIPLE
 from llmbatch.kernels.cpu.tiles import vector_ir as v
+from llmbatch.kernels.cpu.tiles.matrix_unit import STEP
 
 _COPIED: Final = ir.VectorType(v.INT32, 8)
+_LINE: Final = ir.VectorType(v.INT32, 16)
 _PACKS: Final = {v.FLOAT32: 1, v.BFLOAT16: 2, v.INT8: INT8_PACK}  # elements of a word
 
 
@@ -40,6 +42,38 @@ def _copy_rows(_typing: Any, target: Any, target_stride: Any, source: Any, sourc
 
 # copy_rows(target, target_stride, source, source_stride, rows) copies 8 words of each row; all are bytes but the rows.
 copy_rows: Final[Callable[..., None]] = _copy_rows
+
+
+@intrinsic
+def _copy_unit(
+    _typing: Any, target: Any, target_stride: Any, source: Any, source_stride: Any, words: Any, ahead: Any,
+    to_values: Any, values: Any, lines: Any, values_ahead: Any,
+) -> Any:  # fmt: skip  # arguments in groups
+    def build(_context: Any, builder: Any, _sig: Any, given: Any) -> Any:
+        target, target_stride, source, source_stride, words, ahead, to_values, values, lines, values_ahead = given
+
+        def copy_word(index: Any) -> None:
+            shift = builder.mul(index, source_stride)
+            v.prefetch(builder, builder.add(ahead, shift), level=2)
+            moved = v.load(builder, builder.add(source, shift), _COPIED)
+            v.store(builder, moved, builder.add(target, builder.mul(index, target_stride)))
+
+        def copy_line(index: Any) -> None:
+            shift = builder.mul(index, v.constant(64))
+            v.prefetch(builder, builder.add(values_ahead, shift), level=2)
+            moved = v.load(builder, builder.add(values, shift), _LINE)
+            v.store(builder, moved, builder.add(to_values, shift))
+
+        v.loop_over(builder, words, copy_word)
+        v.loop_over(builder, lines, copy_line)
+        return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+    return types.void(*[types.int64] * 10), build
+
+
+# copy_unit(target, target_stride, source, source_stride, words, ahead, to_values, values, lines, values_ahead) copies
+# so many words of 8 keys, and lines of their values; it prefetches as much from `ahead` and `values_ahead` on.
+copy_unit: Final[Callable[..., None]] = _copy_unit
 
 
 @compiled(nogil=True, counted=False)
@@ -124,6 +158,32 @@ def clear_last(tile: Any, keys: int) -> None:
     last = tile[keys // 2]
     for d in range(last.size):
         last[d] &= np.uint32(0xFFFF)
+
+
+@compiled(nogil=True, counted=False)
+def clear_rows(tile: Any, keys: int) -> None:
+    """Clear the values behind so many, as far as the matrix unit reads: they may hold NaN."""
+    pairs = (keys + 1) // 2
+    for row in range(pairs, (pairs + STEP - 1) // STEP * STEP):
+        for d in range(tile.shape[1]):
+            tile[row, d] = np.uint32(0)
+
+
+@compiled(nogil=True, counted=False)
+def copy_units(pages: Any, keys: int, units: Any, place: int, coming: int, tile: Any, values: Any) -> None:
+    """Copy so many keys and their values, found by `find_units`, as `gather_keys` and `gather_values` do.
+
+    Those of `coming` are prefetched. Pages hold whole units, of words of two elements, and rows as long as the tile's.
+    """
+    size = 2 * UNIT * values.shape[1]  # bytes of a unit's values
+    for unit in range((keys + UNIT - 1) // UNIT):
+        copy_unit(
+            tile.ctypes.data + 4 * UNIT * unit, 4 * tile.shape[1], units[place, 0, unit], 4 * pages.size,
+            pages.width // 2, units[coming, 0, unit],
+            values.ctypes.data + size * unit, units[place, 1, unit], size // 64, units[coming, 1, unit],
+        )  # fmt: skip  # arguments in groups
+    if keys % 2 == 1:
+        clear_last(values, keys)
 
 
 @compiled(nogil=True, counted=False)

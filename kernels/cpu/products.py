@@ -30,12 +30,15 @@ from llmbatch.kernels.cpu.numerics import magnitude, quantise_row, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller, words_at
 from llmbatch.kernels.cpu.tiles.dot_tiles import add_tile, clamped_tile, float_tile, gelu_tile, silu_tile, store_tile
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS, FEW_ROWS, ROWS
+from llmbatch.kernels.cpu.tiles.matrix_unit import HAS_MATRICES
 from llmbatch.kernels.cpu.workers import share_of
 from llmbatch.kernels.spec import CLAMPED, GELU_TANH, SILU
 
 _BLOCK: Final = 240  # rows that a worker takes from panel to panel
+_BLOCK_BYTES: Final = 5 << 18  # of a block on a matrix unit, beside which second caches have 2 MB
 _AHEAD: Final = 8192  # bytes of a panel that are prefetched before they are read, where it is read once
 _LINE: Final = 16  # words of a cache line
+_OF_MATRICES: Final = (np.dtype(np.uint16), np.dtype(np.uint8)) if HAS_MATRICES else ()
 STORE, STORE_FLOAT, ADD = "store", "store float32", "add"
 
 
@@ -120,6 +123,8 @@ def tile_codes(element: np.dtype[Any]) -> dict[str | int, int]:
 
 def rows_of_one_tile(element: np.dtype[Any]) -> int:
     """Return how many rows are one tile at most, which `multiply` is told; `element` as for `tile_code`."""
+    if element in _OF_MATRICES:
+        return _BLOCK
     return 1 if element == np.dtype(np.int8) else ROWS
 
 
@@ -152,13 +157,15 @@ def multiply_share(
     first panel beside its last one here. More rows than `alone` are two tiles at least.
     """
     blocks = (rows + _BLOCK - 1) // _BLOCK
+    if alone > ROWS:
+        blocks = max(blocks, (rows * a_stride + _BLOCK_BYTES - 1) // _BLOCK_BYTES)
     blocks = max(blocks, min((rows + 2 * ROWS - 1) // (2 * ROWS), (4 * workers + count - 1) // count))
     begin, end = share_of(blocks * count, worker, workers)
     size = words * 4 * COLUMNS
     for task in range(begin, end):
         panel, block = task % count, task // count
         low, high = rows * block // blocks, rows * (block + 1) // blocks
-        tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > alone))
+        tiles = 1 if high - low <= alone else max((high - low + ROWS - 1) // ROWS, 2)
         has_few_behind = alone == ROWS < high - low < ROWS + FEW_ROWS
         b = panels + panel * size
         after = panels + (task + 1) % count * size if task + 1 < end else following + worker * share
@@ -168,7 +175,7 @@ def multiply_share(
             ahead, parts = after + size * i // tiles, tiles
             if has_few_behind:
                 first, last = (low, low + ROWS) if i == 0 else (low + ROWS, high)
-            if has_few_behind or tiles == 1:
+            if has_few_behind or (tiles == 1 and alone <= ROWS):
                 ahead, parts = b + _AHEAD, 1
             arguments = (
                 None, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,

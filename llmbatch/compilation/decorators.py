@@ -34,6 +34,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCa
 
 from llmbatch.compilation.interpreted import register
 from llmbatch.system.cache import cache_folder
+from llmbatch.system.matrix_unit import has_matrix_unit
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,7 +52,7 @@ _UNUSED: Final = 30 * 86_400.0  # seconds
 def code_folder() -> Path:
     """Find where compiled code of these sources, and by these versions, is kept."""
     versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)
-    machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
+    machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), has_matrix_unit())
     digest = hashlib.sha256(repr((versions, machine)).encode())
     for file in _sources():
         content = file.read_bytes()

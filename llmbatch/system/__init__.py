@@ -10,6 +10,7 @@ __all__ = [
     "cache",
     "cancel_signal",
     "garbage",
+    "matrix_unit",
     "measurements",
     "memory",
     "processes",

@@ -199,6 +199,17 @@ def test_attention_reads_pages_of_any_size(page_size: int, bfloat16: bool) -> No
     check_attention(MIXED, page_size=page_size, bfloat16=bfloat16)
 
 
+@pytest.mark.parametrize("width", [32, 64, 96])
+@pytest.mark.parametrize("page_size", [1, 4, 8, 24])
+def test_attention_takes_heads_of_whole_registers_of_a_matrix_unit(page_size: int, width: int) -> None:
+    check_attention(MIXED, page_size=page_size, width=width, bfloat16=True, widened=True)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(12, 0.0), (64, 0.7), (500, 0.0), (0, 0.7)])
+def test_rows_of_such_heads_see_what_they_may(window: int, softcap: float) -> None:
+    check_attention(MIXED, page_size=8, width=64, window=window, softcap=softcap, with_sinks=True, bfloat16=True)
+
+
 @pytest.mark.parametrize("page_size", [1, 8, 24])
 @pytest.mark.parametrize("window", [0, 12])
 def test_attention_may_widen_bfloat16(window: int, page_size: int) -> None:
@@ -231,9 +242,15 @@ def test_attention_takes_any_number_and_size_of_heads(heads: int, group: int, wi
     page_size=st.sampled_from([1, 4, 16, 64]),
     window=st.sampled_from([0, 0, 1, 17, 70]),
     workers=st.integers(1, 5),
+    bfloat16=st.booleans(),
+    group=st.sampled_from([1, 3, 8, 17]),
 )
-def test_attention_of_any_step(sequences: list[tuple[int, int]], page_size: int, window: int, workers: int) -> None:
-    check_attention(sequences, page_size=page_size, window=window, workers=workers)
+def test_attention_of_any_step(
+    sequences: list[tuple[int, int]], page_size: int, window: int, workers: int, bfloat16: bool, group: int
+) -> None:
+    check_attention(
+        sequences, page_size=page_size, window=window, workers=workers, bfloat16=bfloat16, group=group, width=64
+    )
 
 
 @examples(50)

@@ -31,7 +31,18 @@ Array = NDArray[Any]
 TYPES = pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.uint32, *([np.uint8, np.int8] if HAS_INT8 else [])])
 SHAPES = pytest.mark.parametrize(
     ("rows", "width", "columns"),
-    [(1, 4, 32), (7, 576, 960), (12, 36, 64), (13, 64, 96), (19, 36, 64), (20, 36, 64), (500, 64, 32), (241, 8, 320)],
+    [
+        (1, 4, 32),
+        (7, 576, 960),
+        (12, 36, 64),
+        (13, 64, 96),
+        (19, 36, 64),
+        (20, 36, 64),
+        (500, 64, 32),
+        (241, 8, 320),
+        (45, 36, 64),
+        (250, 128, 64),
+    ],
 )
 RESULT: dict[type, type] = {
     np.float32: np.float32,

@@ -30,6 +30,7 @@ from llmbatch.kernels.cpu.tiles.endings import (
     COLUMNS,
     FEW_ROWS,
     ROWS,
+    STARTS,
     Add,
     Arguments,
     Ending,
@@ -37,13 +38,16 @@ from llmbatch.kernels.cpu.tiles.endings import (
     Plain,
     Rescale,
     Store,
+    of_columns,
+    rescaled,
 )
 from llmbatch.kernels.cpu.tiles.group_tiles import emit_group_rows
+from llmbatch.kernels.cpu.tiles.matrix_tiles import emit_block
+from llmbatch.kernels.cpu.tiles.matrix_unit import STEP, has_matrix_products
 from llmbatch.kernels.spec import CLAMPED, GELU_TANH, SILU
 
 _UNIT: Final = ir.VectorType(v.INT32, UNIT)
-
-_SCALES, _STARTS = 1, 2  # parts of what int8 products read of columns; the first is the bias
+_ODD_ROWS: Final = 4  # of a tile whose width is none of a matrix unit
 
 
 class Operand:
@@ -135,7 +139,7 @@ def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: 
     """Write a tile of so many rows."""
     zero = v.zero_sums(element)
     sums = [[cgutils.alloca_once(builder, zero.type) for _ in range(2)] for _ in range(rows)]  # type: ignore[no-untyped-call]
-    begin = [_of_columns(builder, tile, _STARTS, j, v.WORDS) if element == v.INT8 else zero for j in range(2)]
+    begin = [of_columns(builder, tile.column, STARTS, j, v.WORDS) if element == v.INT8 else zero for j in range(2)]
     for pair in sums:
         for start, cell in zip(begin, pair):
             builder.store(start, cell)
@@ -156,23 +160,27 @@ def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: 
         done = builder.load(pair[0]), builder.load(pair[1])
         place, row = v.offset(builder, tile.c, tile.c_stride, r), builder.add(tile.row, v.constant(4 * r))
         if element == v.INT8:
-            done = _rescaled(builder, tile, done, row)
+            done = rescaled(builder, done, tile.column, row)
         ending.emit(builder, done, place, tile.column, row)
 
 
-def _of_columns(builder: Any, tile: Arguments, part: int, register: int, kind: Any) -> Any:
-    """Load what a part of the tile's `column` holds for the columns of a register."""
-    return v.load(builder, builder.add(tile.column, v.constant(4 * (part * COLUMNS + register * v.LANES))), kind)
+def _emit_tiles(builder: Any, element: str, operand: Operand, ending: Ending, tile: Arguments) -> None:
+    """Write tiles of any number of rows, few at a time: odd widths are rare, and each number of rows is compiled."""
+    most = v.constant(_ODD_ROWS)
+    parts = builder.udiv(builder.add(tile.rows, v.constant(_ODD_ROWS - 1)), most)
 
+    def part(index: Any) -> None:
+        first = builder.mul(index, most)
+        some = v.least(builder, builder.sub(tile.rows, first), most)
+        part_of = tile._replace(
+            rows=some,
+            c=builder.add(tile.c, builder.mul(first, tile.c_stride)),
+            a=builder.add(tile.a, builder.mul(first, tile.a_stride)),
+            row=builder.add(tile.row, builder.mul(first, v.constant(4))),
+        )
+        v.switch_on(builder, some, _ODD_ROWS, lambda rows: _emit_rows(builder, element, rows, operand, ending, part_of))
 
-def _rescaled(builder: Any, tile: Arguments, sums: tuple[Any, Any], row: Any) -> tuple[Any, Any]:
-    """Convert sums of int8 to float32, times the scales of the row and of the columns."""
-    scale = v.spread(builder, v.load(builder, row, v.FLOAT))
-    first, second = (
-        builder.fmul(builder.fmul(v.to_floats(builder, value), scale), _of_columns(builder, tile, _SCALES, j, v.FLOATS))
-        for j, value in enumerate(sums)
-    )
-    return first, second
+    v.loop_over(builder, parts, part)
 
 
 def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str], Ending]) -> Callable[..., None]:
@@ -197,6 +205,13 @@ def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str
             operand.begin(builder, given)
             if element == v.INT4:
                 emit_group_rows(builder, ending, given)
+            elif isinstance(operand, PrefetchedOperand) and has_matrix_products(element):
+                whole = builder.icmp_signed("==", builder.and_(given.steps, v.constant(STEP - 1)), v.constant(0))
+                with builder.if_else(whole) as (then, otherwise):
+                    with then:
+                        emit_block(builder, element, ending, given)
+                    with otherwise:
+                        _emit_tiles(builder, element, operand, ending, given)
             else:
                 v.switch_on(
                     builder, given.rows, ROWS, lambda rows: _emit_rows(builder, element, rows, operand, ending, given)

@@ -14,11 +14,28 @@ ROWS: Final = 12 if v.LANES == 16 else 6  # of the largest tile
 FEW_ROWS: Final = 2 * ROWS // 3  # a tile of fewer rows waits for memory, whatever it does
 COLUMNS: Final = 2 * v.LANES
 
+SCALES, STARTS = 1, 2  # parts of what int8 products read of columns; the first is the bias
+
 _LOG2E: Final = 1.4426950408889634
 _GELU_SCALE: Final = 1.5957691216057308  # 2 sqrt(2 / pi)
 _GELU_CUBIC: Final = 0.044715
 _CLAMPED_LIMIT: Final = 7.0
 _CLAMPED_SLOPE: Final = 1.702
+
+
+def of_columns(builder: Any, column: Any, part: int, register: int, kind: Any) -> Any:
+    """Load what a part of a tile's `column` holds for the columns of a register."""
+    return v.load(builder, builder.add(column, v.constant(4 * (part * COLUMNS + register * v.LANES))), kind)
+
+
+def rescaled(builder: Any, sums: tuple[Any, Any], column: Any, row: Any) -> tuple[Any, Any]:
+    """Convert sums of int8 to float32, times the scales of the row and of the columns."""
+    scale = v.spread(builder, v.load(builder, row, v.FLOAT))
+    first, second = (
+        builder.fmul(builder.fmul(v.to_floats(builder, value), scale), of_columns(builder, column, SCALES, j, v.FLOATS))
+        for j, value in enumerate(sums)
+    )
+    return first, second
 
 
 class Ending:

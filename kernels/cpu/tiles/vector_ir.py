@@ -256,6 +256,11 @@ _EXP2: Final = (
 _EXP2_SHORT: Final = (9.58285201e-3, 5.59064299e-2, 2.40240991e-1, 6.93124175e-1, 1.0)
 
 
+def least(builder: Any, a: Any, b: Any) -> Any:
+    """Return the smaller of two int64."""
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+
 def loop_over(builder: Any, count: Any, body: Callable[[Any], None]) -> None:
     """Emit a loop over int64 indices from 0."""
     with cgutils.for_range(builder, count, intp=INT64) as loop:

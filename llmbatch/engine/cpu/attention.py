@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
-from llmbatch.engine.model.number_type import bfloat16_rows
+from llmbatch.engine.model.number_type import attention_rows
 from llmbatch.engine.model.ops import pack_heads
 from llmbatch.engine.model.outline import KVType
 from llmbatch.kernels.chunks import Pieces, cut_at_chunks
@@ -176,7 +176,7 @@ class CpuAttention:
         attend(
             rows, as_array(out), pages, *self.plan(spec), spec.group, spec.scale, spec.window, spec.softcap,
             _NONE if spec.sinks is None else spec.sinks.numpy(),
-            rows=bfloat16_rows() if rows.dtype == np.uint16 else None,
+            rows=attention_rows() if rows.dtype == np.uint16 else None,
         )  # fmt: skip  # arguments in groups
         return out
 

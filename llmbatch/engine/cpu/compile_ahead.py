@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from llmbatch.compilation.decorators import code_folder, kept
-from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
+from llmbatch.engine.model.number_type import WIDENED, attention_rows, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.products import STORE, tile_code, tile_codes
+from llmbatch.kernels.cpu.tiles.matrix_unit import HAS_MATRICES
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_BFLOAT16
 
 _BFLOAT16: Final[np.dtype[Any]] = np.dtype(np.uint16)
@@ -43,14 +44,15 @@ def main(dtype: str, kv_cache_dtype: str) -> None:
     if dtype == "auto":  # which is faster is measured first
         dtype = "bfloat16" if HAS_BFLOAT16 else "float32"
         tile_code(STORE, _ELEMENTS["float32"])
-    if dtype != "float32":  # both kinds of rows are timed
+    if dtype != "float32" and not HAS_MATRICES:  # both kinds of rows are timed
         for element in (_BFLOAT16, WIDENED):
             tile_code(STORE, element)
     tile_codes(_ELEMENTS[dtype] if dtype == "float32" else bfloat16_rows())
     if dtype in _ROWS:
         tile_codes(_ROWS[dtype])
     element = _ELEMENTS[dtype]
-    rows = element if dtype == "float32" else bfloat16_rows()
-    result = _ELEMENTS["float32"] if rows == WIDENED and dtype not in _ROWS else element
+    is_widened = dtype == "bfloat16" and bfloat16_rows() == WIDENED
+    rows = element if dtype == "float32" else attention_rows()
+    result = _ELEMENTS["float32"] if is_widened else element
     block_code(element, result, _KEPT.get(kv_cache_dtype, element), rows)
     mark.touch()

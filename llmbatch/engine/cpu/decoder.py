@@ -19,7 +19,7 @@ from llmbatch.engine.cpu.linear import PackedLinear, row_type
 from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.cpu.streamed_layers import StreamedLayers
 from llmbatch.engine.model.fusion.modules import FusedNorm, Rotation
-from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
+from llmbatch.engine.model.number_type import WIDENED, attention_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.blocks import SEQUENCE, join_blocks
 from llmbatch.kernels.cpu.decoder import parts_of, run_layers, share_code
@@ -283,17 +283,17 @@ class Decoder:
         wide = np.dtype(np.float32) if kind == WIDENED else element  # of what products take
         converted: NDArray[Any] = np.empty((tokens, 0), np.uint8)
         if kind in CONVERTERS and kind != WIDENED:
-            converted = np.empty((tokens, max(weight.row_bytes for weight in first) // kind.itemsize), kind)
+            converted = huge_pages((tokens, max(weight.row_bytes for weight in first) // kind.itemsize), kind)
         return Buffers(
-            residual=np.zeros((tokens, columns[OUT]), np.float32),
-            branch=np.empty((tokens, columns[OUT]), np.float32),
-            normed=np.empty((tokens, self._hidden), wide),
-            packed=np.empty((tokens, columns[QKV]), element),
-            attended=np.empty((tokens, self._spec.query_heads * self._spec.width), wide),
-            inner=np.empty((tokens, columns[GATE_UP] // 2), wide),
+            residual=huge_pages((tokens, columns[OUT]), np.float32),
+            branch=huge_pages((tokens, columns[OUT]), np.float32),
+            normed=huge_pages((tokens, self._hidden), wide),
+            packed=huge_pages((tokens, columns[QKV]), element),
+            attended=huge_pages((tokens, self._spec.query_heads * self._spec.width), wide),
+            inner=huge_pages((tokens, columns[GATE_UP] // 2), wide),
             converted=converted,
             scales=np.empty(tokens if converted.size else 0, np.float32),
-            attention=np.empty((tokens, 0), bfloat16_rows() if element == np.uint16 else element),
+            attention=np.empty((tokens, 0), attention_rows() if element == np.uint16 else element),
         )
 
     def _make_samples(self, rows: int) -> Samples:

@@ -59,8 +59,25 @@ def bfloat16_gain() -> float:
 
 @cache
 def bfloat16_rows() -> np.dtype[Any]:
-    """Return the numbers that rows have in products of bfloat16, as `tile_code` takes them; measured once a machine."""
+    """Return the numbers that rows have in products of bfloat16, as `tile_code` takes them.
+
+    They are pairs where a matrix unit takes these, and else what is faster, measured once a machine.
+    """
+    from llmbatch.kernels.cpu.tiles.matrix_unit import HAS_MATRICES
+
+    if HAS_MATRICES:
+        return _PAIRS
     return WIDENED if remembered(_WIDENED_GAIN, widened_gain, *GAIN_VERSIONS) > 1 else _PAIRS
+
+
+def attention_rows() -> np.dtype[Any]:
+    """Return the numbers that rows of bfloat16 have in attention, where vector instructions multiply them.
+
+    Processors with a matrix unit multiply pairs by others slowly.
+    """
+    from llmbatch.kernels.cpu.tiles.matrix_unit import HAS_MATRICES
+
+    return WIDENED if HAS_MATRICES else bfloat16_rows()
 
 
 def widened_gain() -> float:
