@@ -11,7 +11,14 @@ import torch
 
 from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.model import number_type, outline
-from llmbatch.engine.model.number_type import bfloat16_gain, bfloat16_rows, fastest_type, widened_gain
+from llmbatch.engine.model.number_type import (
+    attention_rows,
+    bfloat16_gain,
+    bfloat16_rows,
+    fastest_type,
+    widened_gain,
+)
+from llmbatch.kernels.cpu.tiles import matrix_unit
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(0.0, "float32"), (0.8, "float32"), (0.9, "bfloat16")])
@@ -42,12 +49,19 @@ def test_rows_of_bfloat16_are_widened_where_that_is_faster(
     gain: float, expected: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked_again: None
 ) -> None:
     monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(matrix_unit, "HAS_MATRICES", False)
     monkeypatch.setattr(number_type, "widened_gain", lambda: gain)
     weight = PackedWeight([(torch.ones(4, 8, dtype=torch.bfloat16), None)])
     assert bfloat16_rows() == weight.row_type == np.dtype(expected)
     assert weight.row_bytes == 8 * weight.row_type.itemsize
     assert weight.panels.shape[1] == 4  # words of two elements, whatever rows are
     assert PackedWeight([(torch.ones(4, 8), None)]).row_type == np.float32
+
+
+@pytest.mark.skipif(not matrix_unit.HAS_MATRICES, reason="this processor has no matrix unit")
+def test_a_matrix_unit_takes_pairs_and_attention_beside_it_widened_rows(asked_again: None) -> None:
+    assert bfloat16_rows() == np.dtype(np.uint16)
+    assert attention_rows() == np.dtype(np.uint32)
 
 
 def test_both_kinds_of_rows_are_timed() -> None:
