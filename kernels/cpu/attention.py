@@ -13,6 +13,8 @@ are copied into a tile of `TILE` keys first. The next tile's pages are prefetche
 each key, so memory bounds it. They go to the second level of caches. Two tiles fill the first one, of 32 KB on many
 processors, and would drive each other out of it.
 
+Where a processor has a matrix unit, prompts in bfloat16 attend on it: see `matrix_runs`.
+
 A worker's blocks are one call, and the parts of a block are inlined into it: to hand their arrays over would take
 longer than the attention of a short decode.
 
@@ -34,13 +36,13 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.attention_keys import bring_keys, find_first_units
+from llmbatch.kernels.cpu.attention_keys import bring_keys, find_first_units, find_next_units
 from llmbatch.kernels.cpu.attention_scratch import Addresses, addresses_of, make_scratch, uses_matrices
 from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, HIGH, LOW, POSITION, ROW, SEQUENCE, TOKEN, TOKENS, Blocks
 from llmbatch.kernels.cpu.layout import UNIT, Pages
 from llmbatch.kernels.cpu.matrix_runs import attend_by_matrices
 from llmbatch.kernels.cpu.numerics import as_row, cap_scores, exp32, narrow
-from llmbatch.kernels.cpu.pages import find_units, values_width
+from llmbatch.kernels.cpu.pages import values_width
 from llmbatch.kernels.cpu.pointers import address_of, caller, unsigned
 from llmbatch.kernels.cpu.tiles.dot_tiles import paged_score_tile, paged_sum_tile, score_tile, sum_tile
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
@@ -137,10 +139,7 @@ def _attend_run(
     while low < end:
         high = min(low + TILE, end)
         n, coming = high - low, 1 - place
-        if high < end:
-            find_units(pages, tables, slot, head, high, min(high + TILE, end), s.units, coming)
-        else:
-            find_first_units(pages, tables, slots, runs, after, after_head, s.units, coming)
+        find_next_units(pages, tables, slots, runs, run, after, head, after_head, high, s.units, coming)
         bring_keys(pages, tables, slot, head, low, high, in_place, s, place)
         units, ahead = at.units + 2 * at.units_stride * place, at.units + 2 * at.units_stride * coming
         for r in range(first, last, ROWS):

@@ -42,3 +42,16 @@ def find_first_units(
     low = runs[run, LOW]
     slot, high = slots[runs[run, SEQUENCE]], min(low + TILE, runs[run, HIGH])
     find_units(pages, tables, slot, head, low, high, units, place)
+
+
+@compiled(nogil=True, forceinline=True, counted=False)
+def find_next_units(
+    pages: Any, tables: Any, slots: Any, runs: Any, run: int, after: int, head: int, after_head: int, low: int,
+    units: Any, place: int,
+) -> None:  # fmt: skip  # arguments in groups
+    """Find the units of the tile of a run from the key `low` on, or of the first one of the run `after` it."""
+    if low < runs[run, HIGH]:
+        high = min(low + TILE, runs[run, HIGH])
+        find_units(pages, tables, slots[runs[run, SEQUENCE]], head, low, high, units, place)
+    else:
+        find_first_units(pages, tables, slots, runs, after, after_head, units, place)

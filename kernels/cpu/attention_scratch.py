@@ -14,7 +14,7 @@ from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.tiles.matrix_unit import HAS_MATRICES, STEP, UNIT_ROWS
 from llmbatch.kernels.cpu.tiles.softmax import TILE
 
-TOGETHER: Final = 2 * UNIT_ROWS  # rows of attention on the matrix unit, between which and the softmax turns change
+TOGETHER: Final = 2 * UNIT_ROWS  # rows that the matrix unit takes at once, before their softmax
 
 
 def takes_matrices(query: types.Array) -> bool:

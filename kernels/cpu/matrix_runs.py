@@ -13,12 +13,12 @@ from numba import types
 from numba.extending import overload
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.attention_keys import bring_keys, find_first_units
+from llmbatch.kernels.cpu.attention_keys import bring_keys, find_next_units
 from llmbatch.kernels.cpu.attention_scratch import TOGETHER, takes_matrices
 from llmbatch.kernels.cpu.blocks import HIGH, LOW, POSITION, SEQUENCE, TOKEN, TOKENS
 from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.cpu.numerics import cap_scores
-from llmbatch.kernels.cpu.pages import clear_rows, copy_units, find_units
+from llmbatch.kernels.cpu.pages import clear_rows, copy_units
 from llmbatch.kernels.cpu.tiles.matrix_attention import score_block, sum_block
 from llmbatch.kernels.cpu.tiles.matrix_unit import STEP
 from llmbatch.kernels.cpu.tiles.softmax import TILE, softmax
@@ -54,10 +54,7 @@ def attend_run(
     while low < end:
         high = min(low + TILE, end)
         n, coming = high - low, 1 - place
-        if high < end:
-            find_units(pages, tables, slot, head, high, min(high + TILE, end), s.units, coming)
-        else:
-            find_first_units(pages, tables, slots, runs, after, after_head, s.units, coming)
+        find_next_units(pages, tables, slots, runs, run, after, head, after_head, high, s.units, coming)
         if has_units:
             copy_units(pages, n, s.units, place, coming, s.keys, s.values)
         else:

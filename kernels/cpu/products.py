@@ -9,6 +9,8 @@ last panel of a worker has the first of the next product beside it. A tile that 
 prefetches what it reads itself, some distance ahead. So does one of the most rows with few rows behind it: these take
 so little time that they cannot read half of the next panel.
 
+On a matrix unit a task is one tile, which goes through its rows by itself (`matrix_tiles`).
+
 The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
 side's, which meet in the tile's ending.
 """
