@@ -1,7 +1,7 @@
 """The two products of attention on the matrix unit (`matrix_unit`), for a tile of keys and some rows.
 
-To set the shapes of registers takes as long as a product. So they are set once for all calls, to whole registers. Memory
-of rows has room for whole registers, too: up to 15 rows more are computed than there are, and not used.
+To set the shapes of registers takes as long as a product. So they are set once for all calls, to whole registers.
+Memory of rows has room for whole registers, too: up to 15 rows more are computed than there are, and not used.
 """
 
 from __future__ import annotations
